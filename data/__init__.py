@@ -1,0 +1,1 @@
+"""Training text: prompts, self-distillation, chat rendering, and the hidden-state cache."""

@@ -1,0 +1,70 @@
+"""Training samples from the hidden-state cache, and the draft vocabulary."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from medusa_train.data.hidden_states import Shard
+
+IGNORED = -100
+
+
+class HeadsDataset(Dataset[dict[str, Tensor]]):
+    """One sample per cached position that has at least head 1's target.
+
+    A sample is ``hidden`` ``(hidden,)``, the heads' input; ``labels`` ``(K,)``, the tokens that heads 1..K should predict,
+    ``IGNORED`` past the end of the answer; ``teacher_hidden`` ``(K, hidden)``, the states whose projections are the
+    backbone's own distributions at those tokens. Samples are fetched a batch at a time (`__getitems__`), since picking
+    single positions from memory-mapped shards would cost more than training on them.
+    """
+
+    def __init__(self, shards: Sequence[Shard], num_heads: int) -> None:
+        self.shards, self.num_heads = shards, num_heads
+        self._usable = [_usable(shard) for shard in shards]
+        self._starts = torch.tensor([0] + [len(usable) for usable in self._usable]).cumsum(0)
+
+    def __len__(self) -> int:
+        return int(self._starts[-1])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        batch = self.__getitems__([index])
+        return {name: tensor[0] for name, tensor in batch.items()}
+
+    def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:
+        """A collated batch: every tensor of a sample with a leading batch dimension, in the order asked."""
+        wanted = torch.as_tensor(indices)
+        homes = torch.searchsorted(self._starts, wanted, right=True) - 1
+        width = self.shards[0].hidden.shape[1]
+        states = torch.empty(len(wanted), self.num_heads + 1, width, dtype=self.shards[0].hidden.dtype)
+        labels = torch.full((len(wanted), self.num_heads), IGNORED)
+        for home in homes.unique().tolist():
+            members = (homes == home).nonzero()[:, 0]
+            shard = self.shards[home]
+            positions = self._usable[home][wanted[members] - self._starts[home]]
+            ahead = positions[:, None] + torch.arange(self.num_heads + 1)
+            inside = ahead < shard.ends[positions][:, None]
+            ahead = torch.where(inside, ahead, positions[:, None])  # any valid place; its label is ignored
+            states[members] = shard.hidden[ahead]
+            labels[members] = torch.where(inside[:, 1:], shard.tokens[ahead[:, 1:]], IGNORED)
+        return {"hidden": states[:, 0], "teacher_hidden": states[:, 1:], "labels": labels}
+
+
+def draft_vocabulary(shards: Sequence[Shard], size: int, vocab_size: int) -> tuple[Tensor, float]:
+    """The ``size`` most frequent answer tokens, in rising order, and the share of answer tokens that they cover.
+
+    Equally frequent tokens are taken from the lowest id up, so the choice is the same on every machine.
+    """
+    counts = torch.zeros(vocab_size, dtype=torch.long)
+    for shard in shards:
+        counts += torch.bincount(shard.tokens, minlength=vocab_size)
+    kept = counts.argsort(descending=True, stable=True)[:size].sort().values
+    return kept, float(counts[kept].sum() / counts.sum())
+
+
+def _usable(shard: Shard) -> Tensor:
+    positions = torch.arange(len(shard.tokens))
+    return positions[positions + 1 < shard.ends]

@@ -1,0 +1,131 @@
+"""Self-distillation: the backbone answers the prompts, and its own tokens become the training text."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from medusa_train.data.chat import encode_conversation, render_prompt
+from medusa_train.data.generation import generate_batch
+from medusa_train.data.prompts import load_conversations
+from medusa_train.data.rows import SPLITS, Prompt, Row, append_jsonl, drop_torn_tail, read_rows, split_of
+from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.errors import UserError
+
+
+def distill(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: Sequence[Prompt],
+    path: Path,
+    answer_tokens: int | None,
+    max_new_tokens: int,
+    batch_size: int,
+    calibration_share: float,
+    heldout_share: float,
+) -> None:
+    """Append greedy answers to ``path`` until the prompts, or the wanted number of answer tokens, are used up.
+
+    Token ids are stored as the model made them, so labels never depend on re-tokenizing text. Batches are fixed by
+    the prompts alone and each is appended in one write: a resumed run does the missing ones and repeats none.
+
+    Args:
+        answer_tokens: stop once this many have been written; None answers every prompt. Prompts of the calibration
+            and held-out splits come first, so that stopping early never leaves those empty.
+    """
+    drop_torn_tail(path)
+    done = {row.id: row for row in _existing(path)}
+    splits = {prompt.id: split_of(prompt.id, calibration_share, heldout_share) for prompt in prompts}
+    waiting = [
+        (render_prompt(tokenizer, prompt.messages), prompt)
+        # A prompt's id is a hash, so this order is a fixed shuffle.
+        for prompt in sorted(prompts, key=lambda prompt: (splits[prompt.id] == "train", prompt.id))
+    ]
+    written = sum(row.learnt_tokens for row in done.values())
+    with tqdm(total=answer_tokens, initial=written, desc="distill", unit="token") as bar:
+        for start in range(0, len(waiting), batch_size):
+            if answer_tokens is not None and written >= answer_tokens:
+                break
+            batch = [(ids, prompt) for ids, prompt in waiting[start : start + batch_size] if prompt.id not in done]
+            if not batch:
+                continue
+            eos = backbone.eos_token_ids
+            answers = generate_batch(backbone, [ids for ids, _ in batch], max_new_tokens, eos)
+            rows = [
+                Row(
+                    id=prompt.id,
+                    split=splits[prompt.id],
+                    messages=prompt.messages,
+                    input_ids=ids + answer,
+                    spans=[(len(ids), len(ids) + len(answer))],
+                    finish_reason="stop" if answer[-1] in eos else "length",
+                )
+                for (ids, prompt), answer in zip(batch, answers, strict=True)
+            ]
+            append_jsonl(path, rows)
+            added = sum(row.learnt_tokens for row in rows)
+            written += added
+            bar.update(added)
+    if answer_tokens is not None and written < answer_tokens:
+        tqdm.write(f"distill: the prompts gave {written} answer tokens of the {answer_tokens} wanted; raise data.num_prompts")
+    _check_splits(path)
+
+
+def take_conversations(
+    tokenizer: PreTrainedTokenizerBase,
+    source: str,
+    split: str,
+    path: Path,
+    max_length: int,
+    calibration_share: float,
+    heldout_share: float,
+) -> None:
+    """Write the rows of finished conversations instead of distilling; their assistant turns are learnt.
+
+    Heads draft best on the backbone's own words, so this is for text that the backbone wrote elsewhere. Conversations
+    longer than ``max_length`` tokens are cut there; those left without an assistant token are dropped and counted.
+    """
+    path.unlink(missing_ok=True)
+    rows, dropped = {}, 0
+    for messages in load_conversations(source, split):
+        try:
+            ids, spans = encode_conversation(tokenizer, messages)
+        except UserError:
+            dropped += 1
+            continue
+        spans = [(start, min(end, max_length)) for start, end in spans if start < max_length]
+        if not spans:
+            dropped += 1
+            continue
+        first_answer = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
+        prompt_id = Prompt.of(messages[:first_answer]).id
+        row = Row(
+            id=Prompt.of(messages).id,
+            # By the prompt, so that two answers to one question never stand on both sides of the split.
+            split=split_of(prompt_id, calibration_share, heldout_share),
+            messages=messages[:first_answer],
+            input_ids=ids[:max_length],
+            spans=spans,
+            finish_reason="given",
+        )
+        rows[row.id] = row
+    if not rows:
+        raise UserError(f"data.conversations={source}: none of {dropped} records has an assistant turn to learn from")
+    if dropped:
+        tqdm.write(f"distill: {dropped} conversations without an assistant token were left out")
+    append_jsonl(path, rows.values())
+    _check_splits(path)
+
+
+def _existing(path: Path) -> list[Row]:
+    return read_rows(path) if path.exists() and path.stat().st_size else []
+
+
+def _check_splits(path: Path) -> None:
+    rows = read_rows(path)
+    for split in SPLITS:
+        if not any(row.split == split for row in rows):
+            raise UserError(f"no row fell into the {split} split; give more prompts or raise data.{split}_share")

@@ -1,0 +1,145 @@
+"""Where prompts come from: the backbone itself, a file, or a dataset.
+
+A chat model asked to continue right behind the template's opening of a user turn writes what users wrote in its
+training data. That needs no prompt file, and the prompts come from the model's own distribution.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase
+
+from medusa_train.data.chat import user_turn_opening
+from medusa_train.data.generation import generate_batch
+from medusa_train.data.rows import Prompt, append_jsonl, drop_torn_tail, read_prompts
+from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.errors import UserError
+
+MIN_WORDS = 4
+MAX_BATCHES_PER_PROMPT = 4  # a model that mostly writes fragments or repeats itself is given up on
+
+
+def synthesize_prompts(
+    backbone: Backbone,
+    tokenizer: PreTrainedTokenizerBase,
+    path: Path,
+    count: int,
+    max_tokens: int,
+    temperature: float,
+    top_p: float,
+    batch_size: int,
+    seed: int,
+) -> None:
+    """Let the backbone write user turns into ``path`` until it holds ``count``; continues what is there.
+
+    Kept are turns that the model ended itself, of at least ``MIN_WORDS`` words, that no earlier one equals up to case
+    and spaces. Batch b is drawn with a seed of its own, so a resumed run writes what an unbroken one would.
+
+    Raises:
+        UserError: the model does not write enough usable prompts.
+    """
+    drop_torn_tail(path)
+    opening, turn_end = user_turn_opening(tokenizer)
+    seen = {normalized(prompt) for prompt in read_prompts(path)}
+    stops = sorted({turn_end, *backbone.eos_token_ids})
+    with tqdm(total=count, initial=len(seen), desc="prompts", unit="prompt") as bar:
+        batch = len(seen) // batch_size
+        last = batch + MAX_BATCHES_PER_PROMPT * (count // batch_size + 2)
+        while len(seen) < count:
+            if batch == last:
+                raise UserError(
+                    f"the backbone wrote only {len(seen)} usable prompts of the {count} wanted; "
+                    "lower data.num_prompts or name a prompt file in data.prompts"
+                )
+            turns = generate_batch(
+                backbone, [opening] * batch_size, max_tokens, stops, temperature, top_p, seed=seed * 100_003 + batch
+            )
+            fresh = []
+            for ids in turns:
+                if ids[-1] not in stops:
+                    continue  # a fragment: it never ended its turn
+                text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
+                prompt = Prompt.of([{"role": "user", "content": text}])
+                if len(text.split()) >= MIN_WORDS and normalized(prompt) not in seen and len(seen) < count:
+                    seen.add(normalized(prompt))
+                    fresh.append(prompt)
+            append_jsonl(path, fresh)
+            bar.update(len(fresh))
+            batch += 1
+
+
+def normalized(prompt: Prompt) -> str:
+    """A prompt's text up to case and spaces; equal texts are duplicates."""
+    return "\n".join(" ".join(message["content"].lower().split()) for message in prompt.messages)
+
+
+def load_prompts(source: str, split: str, limit: int | None) -> list[Prompt]:
+    """Prompts from a JSONL, JSON or Parquet file, or a Hub dataset; duplicates dropped.
+
+    A record holds ``messages`` (a final assistant turn is dropped, the backbone writes its own) or ``prompt``.
+
+    Raises:
+        UserError: the source cannot be read, holds nothing, or has neither field.
+    """
+    prompts: dict[str, Prompt] = {}
+    for record in load_records(source, split):
+        messages = _messages(record, source)
+        while messages and messages[-1]["role"] == "assistant":
+            messages.pop()
+        if messages and messages[-1]["content"].strip():
+            prompt = Prompt.of(messages)
+            prompts.setdefault(normalized(prompt), prompt)
+        if limit and len(prompts) == limit:
+            break
+    if not prompts:
+        raise UserError(f"data.prompts={source} holds no prompt; give at least one record")
+    return list(prompts.values())
+
+
+def load_conversations(source: str, split: str) -> Iterator[list[dict[str, str]]]:
+    """Finished conversations from a file or Hub dataset: ``messages``, or ``prompt`` with ``completion``."""
+    for record in load_records(source, split):
+        messages = _messages(record, source)
+        if "completion" in record:
+            messages.append({"role": "assistant", "content": str(record["completion"])})
+        yield messages
+
+
+def load_records(source: str, split: str) -> Iterator[Mapping[str, Any]]:
+    """Records of a file (by its ending) or of a Hub dataset.
+
+    Raises:
+        UserError: no such file or dataset, an unknown ending, or an empty or damaged file.
+    """
+    from datasets import load_dataset
+    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
+
+    path = Path(source).expanduser()
+    loaders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+    loader = loaders.get(path.suffix)
+    if path.suffix and loader is None and (path.exists() or path.is_absolute()):
+        raise UserError(f"prompts {source}: files end in {', '.join(loaders)}")
+    if loader and not path.is_file():
+        raise UserError(f"prompts {source}: no such file")
+    if loader and path.stat().st_size == 0:
+        raise UserError(f"prompts {source}: the file is empty; give at least one record")
+    try:
+        if loader:
+            records = load_dataset(loader, data_files=str(path), split="train")
+        else:
+            records = load_dataset(source, split=split)
+    except (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError) as error:
+        raise UserError(f"cannot read prompts from {source}: {' '.join(str(error).split())[:200]}") from error
+    yield from records
+
+
+def _messages(record: Mapping[str, Any], source: str) -> list[dict[str, str]]:
+    if record.get("messages"):
+        return [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
+    if isinstance(record.get("prompt"), str):
+        return [{"role": "user", "content": record["prompt"]}]
+    raise UserError(f"prompts {source}: a record needs 'messages' or 'prompt', found {', '.join(sorted(record))}")

@@ -1,0 +1,1 @@
+"""Measurement: acceptance, tree search, speed, losslessness, and the report."""

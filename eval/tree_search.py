@@ -1,0 +1,86 @@
+"""Which tree to verify: exactly the best one of each size, and the size that is fastest on this device.
+
+On calibration positions, record for every head the rank of the token that really came. The gain of a node is the share
+of positions whose rank prefix equals its path, i.e. how often a pass that holds the node emits one token more because
+of it. A prefix is at least as frequent as any of its extensions, so the N most frequent prefixes are closed under
+prefixes: they are the best tree of N nodes, exactly, without assuming that heads err independently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from medusa_train.inference.tree import RankPath, Tree
+
+MISS = 1 << 30  # rank of a token that a head cannot draft or that never came
+
+
+@dataclass(frozen=True)
+class PrefixCounts:
+    """How often each rank prefix occurred.
+
+    Attributes:
+        counts: path -> positions whose true tokens have these ranks.
+        positions: all positions looked at.
+    """
+
+    counts: Mapping[RankPath, int]
+    positions: int
+
+
+def count_prefixes(ranks: Tensor, max_rank: int) -> PrefixCounts:
+    """Count rank prefixes.
+
+    Args:
+        ranks: ``(T, K)`` rank of the true token under each head, 0 the best, `MISS` if it cannot be drafted.
+        max_rank: ranks from here on are misses; a bound on a node's siblings.
+    """
+    counts: dict[RankPath, int] = {}
+    within = torch.ones(len(ranks), dtype=torch.bool)
+    for depth in range(1, ranks.shape[1] + 1):
+        within &= ranks[:, depth - 1] < max_rank
+        paths, frequencies = ranks[within, :depth].unique(dim=0, return_counts=True)
+        counts.update((tuple(path), n) for path, n in zip(paths.tolist(), frequencies.tolist(), strict=True))
+    return PrefixCounts(counts, len(ranks))
+
+
+def best_tree(prefixes: PrefixCounts, size: int) -> Tree:
+    """The tree of at most ``size`` tokens per pass (root included) with the most expected tokens per step."""
+    ordered = sorted(prefixes.counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
+    return Tree.from_paths(path for path, _ in ordered[: size - 1])
+
+
+def expected_tokens(prefixes: PrefixCounts, tree: Tree) -> float:
+    """Tokens per step that the counted positions give this tree: 1 + the sum of its nodes' gains."""
+    return 1 + sum(prefixes.counts.get(path, 0) for path in tree.paths if path) / max(1, prefixes.positions)
+
+
+@dataclass(frozen=True)
+class TreeChoice:
+    """One size of the search."""
+
+    tree: Tree
+    expected_tokens: float
+    step_seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.expected_tokens / self.step_seconds
+
+
+def choose_tree(prefixes: PrefixCounts, trees: Sequence[Tree], step_seconds: Sequence[float]) -> list[TreeChoice]:
+    """Every candidate with its expected speed, the fastest first.
+
+    Args:
+        trees: candidates, e.g. `best_tree` of several sizes.
+        step_seconds: measured time of one whole step with each (`speed.measure_step_seconds`).
+    """
+    choices = [
+        TreeChoice(tree, expected_tokens(prefixes, tree), seconds)
+        for tree, seconds in zip(trees, step_seconds, strict=True)
+    ]
+    return sorted(choices, key=lambda choice: -choice.tokens_per_second)

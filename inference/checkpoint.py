@@ -1,0 +1,178 @@
+"""A heads checkpoint: one folder (or Hub repository) that says everything needed to use it.
+
+``medusa_lm_head.safetensors`` holds ``{head}.{layer}.linear.{weight,bias}`` and ``{head}.{layers}.weight``, the names of
+FasterDecoding/Medusa that serving engines read; heads with a reduced vocabulary add ``draft_token_ids``.
+``config.json`` has no ``architectures`` key (TGI would take the folder for a whole model) and carries the probe of the
+backbone that the heads were trained on. ``tree.json`` is optional. Loading is strict: nothing is guessed, nothing is
+left random.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.errors import UserError
+from medusa_train.inference.files import write_json, write_tensors
+from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.tree import Tree
+
+WEIGHTS = "medusa_lm_head.safetensors"
+CONFIG = "config.json"
+TREE = "tree.json"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Heads as loaded from a folder.
+
+    Attributes:
+        heads: the heads, fp32 or as saved, on the CPU.
+        tree: the tree stored with them, or None.
+        backbone_source: the backbone that they were trained on, "" if the folder does not say.
+        probe: see `Backbone.check_probe`; None if the folder does not carry one.
+    """
+
+    heads: MedusaHeads
+    tree: Tree | None
+    backbone_source: str
+    probe: tuple[float, ...] | None
+
+
+def save_heads(
+    folder: str | Path, heads: MedusaHeads, backbone: Backbone | None = None, tree: Tree | None = None
+) -> None:
+    """Write a checkpoint; each file appears whole or not at all.
+
+    Raises:
+        UserError: a parameter is empty, as under ZeRO-3 or FSDP before gathering.
+    """
+    folder, config = Path(folder), heads.config
+    tensors = {name.removeprefix("heads."): t.detach().cpu() for name, t in heads.state_dict().items()}
+    if empty := [name for name, tensor in tensors.items() if tensor.numel() == 0]:
+        raise UserError(f"heads: {empty[0]} is empty (sharded?); gather the parameters before saving")
+    if not config.draft_vocab_size:
+        del tensors["draft_token_ids"]
+    write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
+    content: dict[str, Any] = {
+        "model_type": "medusa",
+        "base_model_name_or_path": backbone.source if backbone else "",
+        "medusa_num_heads": config.num_heads,
+        "medusa_num_layers": config.num_layers,
+        "num_medusa_heads": config.num_heads,
+        "num_medusa_layers": config.num_layers,
+        "medusa_fc_bias": True,
+        "hidden_size": config.hidden_size,
+        "vocab_size": config.vocab_size,
+        "draft_vocab_size": config.draft_vocab_size,
+        "version": "2",
+    }
+    if backbone:
+        content["backbone_probe"] = list(backbone.probe)
+    write_json(folder / CONFIG, content)
+    if tree:
+        tree.save(folder / TREE)
+
+
+def load_heads(source: str | Path) -> Checkpoint:
+    """Load a checkpoint from a folder or a Hub repository.
+
+    Raises:
+        UserError: a file is missing or damaged; the config and the tensors disagree; a tensor is missing, extra,
+            empty or of another shape (named).
+    """
+    folder = _folder(source)
+    config, content = _read_config(folder)
+    try:
+        tensors = load_file(folder / WEIGHTS)
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: no {WEIGHTS}; name a folder that medusa-train wrote") from error
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / WEIGHTS} is damaged ({error}); copy or train it again") from error
+    _check_tensors(tensors, config, folder)
+    ids = tensors.pop("draft_token_ids", None)
+    if ids is not None and not 0 <= int(ids.min()) <= int(ids.max()) < config.vocab_size:
+        raise UserError(f"{folder / WEIGHTS}: draft_token_ids names tokens outside the vocabulary")
+    heads = MedusaHeads(config, ids)
+    heads.to(next(iter(tensors.values())).dtype)
+    heads.load_state_dict(
+        {f"heads.{name}": tensor for name, tensor in tensors.items()} | {"draft_token_ids": heads.draft_token_ids}
+    )
+    tree = Tree.load(folder / TREE) if (folder / TREE).exists() else None
+    probe = content.get("backbone_probe")
+    return Checkpoint(
+        heads=heads.eval().requires_grad_(False),
+        tree=tree,
+        backbone_source=str(content.get("base_model_name_or_path") or ""),
+        probe=tuple(map(float, probe)) if probe else None,
+    )
+
+
+def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of every tensor in a checkpoint with this config."""
+    hidden, columns = config.hidden_size, config.projection_size
+    shapes: dict[str, tuple[int, ...]] = {"draft_token_ids": (columns,)} if config.draft_vocab_size else {}
+    for head in range(config.num_heads):
+        for layer in range(config.num_layers):
+            shapes[f"{head}.{layer}.linear.weight"] = (hidden, hidden)
+            shapes[f"{head}.{layer}.linear.bias"] = (hidden,)
+        shapes[f"{head}.{config.num_layers}.weight"] = (columns, hidden)
+    return shapes
+
+
+def _folder(source: str | Path) -> Path:
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        return folder
+    name = str(source)
+    if name.startswith((".", "/", "~")) or name.count("/") != 1:
+        raise UserError(f"heads {name}: no such folder")
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=[WEIGHTS, "*.json"]))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"heads {name}: no such folder, and not to be had from the Hub ({reason})") from error
+
+
+def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
+    path = folder / CONFIG
+    try:
+        content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{folder}: no {CONFIG}; name a folder that medusa-train wrote") from error
+    except json.JSONDecodeError as error:
+        raise UserError(f"{path} is not JSON ({error})") from error
+    needed = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
+    if missing := [key for key in needed if not isinstance(content.get(key), int)]:
+        raise UserError(f"{path}: {missing[0]} is missing or not a whole number")
+    config = HeadsConfig(*(content[key] for key in needed), draft_vocab_size=content.get("draft_vocab_size", 0))
+    return config, content
+
+
+def _check_tensors(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path) -> None:
+    where = folder / WEIGHTS
+    found = {int(match[1]) for name in tensors if (match := re.match(r"(\d+)\.", name))}
+    if len(found) != config.num_heads:
+        raise UserError(f"{where} holds {len(found)} heads, but {CONFIG} says {config.num_heads}; correct {CONFIG}")
+    layers = {int(match[1]) for name in tensors if (match := re.match(r"0\.(\d+)\.linear\.weight", name))}
+    if len(layers) != config.num_layers:
+        raise UserError(f"{where} holds {len(layers)} layers a head, but {CONFIG} says {config.num_layers}")
+    expected = expected_shapes(config)
+    if missing := sorted(expected.keys() - tensors.keys()):
+        raise UserError(f"{where}: tensor {missing[0]} is missing")
+    if extra := sorted(tensors.keys() - expected.keys()):
+        raise UserError(f"{where}: tensor {extra[0]} does not belong to heads of this config")
+    for name, shape in expected.items():
+        if tuple(tensors[name].shape) != shape:
+            raise UserError(f"{where}: tensor {name} has shape {tuple(tensors[name].shape)}, expected {shape}")

@@ -1,0 +1,124 @@
+"""Medusa heads: what is trained, and nothing else.
+
+Head k (k = 1..K) reads the backbone's last hidden state h_t, the one whose own projection predicts token t+1, and
+predicts token t+k+1 (Cai et al. 2024, "Medusa", section 2.1.1). Every residual block computes x + SiLU(W x + b);
+W and b start at zero and the projection starts as a copy of the backbone's, so a fresh head's logits are exactly
+the backbone's.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from medusa_train.inference.errors import UserError
+
+if TYPE_CHECKING:
+    from medusa_train.inference.backbone import Backbone
+
+
+@dataclass(frozen=True)
+class HeadsConfig:
+    """Shape of a set of heads.
+
+    Attributes:
+        num_heads: K, how many tokens ahead of the backbone the heads reach.
+        num_layers: residual blocks per head.
+        hidden_size: width of the backbone's last hidden state.
+        vocab_size: rows of the backbone's output projection.
+        draft_vocab_size: rows of each head's projection; 0 for the whole vocabulary.
+    """
+
+    num_heads: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+    draft_vocab_size: int = 0
+
+    def __post_init__(self) -> None:
+        if self.num_heads < 1 or self.num_layers < 0 or self.hidden_size < 1 or self.vocab_size < 1:
+            raise UserError(f"heads: sizes must be positive, got {self}")
+        if not 0 <= self.draft_vocab_size <= self.vocab_size:
+            raise UserError(
+                f"heads.draft_vocab_size={self.draft_vocab_size} is outside 0..{self.vocab_size} (the vocabulary)"
+            )
+
+    @property
+    def projection_size(self) -> int:
+        return self.draft_vocab_size or self.vocab_size
+
+
+class ResidualBlock(nn.Module):
+    """x + SiLU(W x + b), the identity at the start: ``(..., hidden)`` -> ``(..., hidden)``."""
+
+    def __init__(self, hidden_size: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(hidden_size, hidden_size)
+        nn.init.zeros_(self.linear.weight)
+        nn.init.zeros_(self.linear.bias)  # SiLU(0) = 0 only with a zero bias: a fresh head must equal the backbone
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + nn.functional.silu(self.linear(x))
+
+
+class MedusaHeads(nn.Module):
+    """K independent heads over one hidden state.
+
+    ``draft_token_ids`` ``(V',)`` maps a head's columns to token ids; it is ``0..V-1`` for a whole vocabulary.
+    """
+
+    draft_token_ids: Tensor
+
+    def __init__(self, config: HeadsConfig, draft_token_ids: Tensor | None = None) -> None:
+        super().__init__()
+        self.config = config
+        columns = config.projection_size
+        if draft_token_ids is None:
+            # A reduced vocabulary without a list is the lowest ids; training always passes the most frequent ones.
+            draft_token_ids = torch.arange(columns)
+        if draft_token_ids.shape != (columns,):
+            raise UserError(f"draft_token_ids has {tuple(draft_token_ids.shape)} entries, the heads need ({columns},)")
+        self.register_buffer("draft_token_ids", draft_token_ids.long())
+        self.heads = nn.ModuleList(
+            nn.Sequential(
+                *(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)),
+                nn.Linear(config.hidden_size, columns, bias=False),
+            )
+            for _ in range(config.num_heads)
+        )
+
+    @classmethod
+    def for_backbone(cls, backbone: Backbone, config: HeadsConfig, draft_token_ids: Tensor | None = None) -> MedusaHeads:
+        """Fresh heads in fp32 whose logits equal the backbone's (on the draft vocabulary)."""
+        heads = cls(config, draft_token_ids).to(backbone.device)
+        rows = backbone.projection_rows(heads.draft_token_ids if config.draft_vocab_size else None).float()
+        with torch.no_grad():
+            for head in heads.heads:
+                projection = head[-1]  # type: ignore[index]
+                projection.weight.copy_(rows)
+        return heads
+
+    def forward(self, hidden: Tensor, head: int) -> Tensor:
+        """Raw projections of one head: hidden ``(..., hidden)``, head index ``0..K-1`` -> ``(..., V')``.
+
+        A backbone that scales or caps its logits (`Backbone.shape_logits`) does the same to these.
+        """
+        logits: Tensor = self.heads[head](hidden)
+        return logits
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Write ``medusa_lm_head.safetensors`` and ``config.json``; see `checkpoint.save_heads`."""
+        from medusa_train.inference.checkpoint import save_heads
+
+        save_heads(folder, self)
+
+    @classmethod
+    def from_pretrained(cls, folder: str | Path) -> MedusaHeads:
+        """Strictly load what `save_pretrained` wrote, or a Hub repository of heads."""
+        from medusa_train.inference.checkpoint import load_heads
+
+        return load_heads(folder).heads

@@ -1,0 +1,251 @@
+"""The command line. Imports of torch and transformers wait until a command needs them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import typer.core
+
+import medusa_train
+from medusa_train.inference.errors import UserError
+
+
+class _Commands(typer.core.TyperGroup):
+    """Reports errors of every command in one place, below typer, which would call a Ctrl-C "Aborted"."""
+
+    def invoke(self, ctx: Any) -> Any:
+        with reporting_errors(debug=bool(ctx.params.get("debug"))):
+            return super().invoke(ctx)
+
+
+app = typer.Typer(
+    cls=_Commands,
+    help="Medusa heads for any Hugging Face causal LM: data, training, tree decoding, honest measurement.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+)
+
+QUICKSTART = Path(str(files("medusa_train.recipes"))) / "quickstart.yaml"
+
+RecipeArgument = Annotated[Path, typer.Argument(help="YAML recipe.")]
+OverridesArgument = Annotated[list[str] | None, typer.Argument(help="section.field=value, any number.")]
+OutOption = Annotated[Path | None, typer.Option("--out", help="Folder of the run (output_dir).")]
+SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the run.")]
+OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Make stages of another recipe anew.")]
+PlanOption = Annotated[bool, typer.Option("--plan", help="Print the resolved recipe and stop.")]
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(medusa_train.__version__)
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version)] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
+) -> None:
+    pass  # --version acts in its callback, --debug in _Commands
+
+
+def _run(
+    stages: list[str],
+    recipe: Path,
+    overrides: list[str] | None,
+    out: Path | None,
+    seed: int | None,
+    overwrite: bool,
+    plan: bool,
+) -> Path | None:
+    """Run stages of a recipe; the run's folder, or None if the recipe was only printed."""
+    from medusa_train.recipe import load_recipe, to_yaml
+
+    words = list(overrides or ())
+    words += [f"output_dir={out}"] if out else []
+    words += [f"seed={seed}"] if seed is not None else []
+    resolved = load_recipe(recipe, words)
+    if plan:
+        typer.echo(to_yaml(resolved), nl=False)
+        return None
+    from medusa_train.stages import Job, run_stages
+
+    job = Job(resolved)
+    with job.folder.locked():
+        run_stages(job, stages, overwrite)
+    return job.folder.path
+
+
+@app.command()
+def prompts(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
+    overwrite: OverwriteOption = False, plan: PlanOption = False,
+) -> None:  # fmt: skip
+    """Write or read the prompts."""
+    _run(["prompts"], recipe, overrides, out, seed, overwrite, plan)
+
+
+@app.command()
+def distill(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
+    overwrite: OverwriteOption = False, plan: PlanOption = False,
+) -> None:  # fmt: skip
+    """Let the backbone answer the prompts (and write them first, if they are missing)."""
+    _run(["prompts", "distill"], recipe, overrides, out, seed, overwrite, plan)
+
+
+@app.command()
+def cache(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
+    overwrite: OverwriteOption = False, plan: PlanOption = False,
+) -> None:  # fmt: skip
+    """Keep the backbone's hidden states of the answers."""
+    _run(["cache"], recipe, overrides, out, seed, overwrite, plan)
+
+
+@app.command()
+def train(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
+    overwrite: OverwriteOption = False, plan: PlanOption = False,
+) -> None:  # fmt: skip
+    """Train the heads in this process; see also accelerate launch -m medusa_train.train."""
+    _run(["train"], recipe, overrides, out, seed, overwrite, plan)
+
+
+@app.command()
+def tree(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
+    overwrite: OverwriteOption = False, plan: PlanOption = False,
+) -> None:  # fmt: skip
+    """Choose the tree that is fastest on this device."""
+    _run(["tree"], recipe, overrides, out, seed, overwrite, plan)
+
+
+@app.command("eval")
+def evaluate(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
+    overwrite: OverwriteOption = False, plan: PlanOption = False,
+) -> None:  # fmt: skip
+    """Measure on held-out prompts and write the report."""
+    _run(["eval"], recipe, overrides, out, seed, overwrite, plan)
+
+
+@app.command()
+def quickstart(
+    overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
+    overwrite: OverwriteOption = False, plan: PlanOption = False,
+    recipe: Annotated[Path, typer.Option("--recipe", help="Another recipe than the built-in one.")] = QUICKSTART,
+) -> None:  # fmt: skip
+    """Run every stage; by default on a small real model, in minutes on two CPU cores."""
+    stages = ["prompts", "distill", "cache", "train", "tree", "eval"]
+    folder = _run(stages, recipe, overrides, out, seed, overwrite, plan)
+    if folder:
+        from medusa_train.eval.report import headline
+
+        typer.echo(headline(folder))
+
+
+PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the user says.")]
+HeadsArgument = Annotated[str, typer.Argument(help="Folder or Hub repository of heads.")]
+BackboneOption = Annotated[str | None, typer.Option("--backbone", help="Another source than the heads' config names.")]
+TokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
+TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")]
+ColorOption = Annotated[bool, typer.Option("--color", help="Colour the tokens that heads drafted.")]
+
+
+@app.command()
+def generate(
+    heads: HeadsArgument,
+    prompt: PromptOption,
+    backbone: BackboneOption = None,
+    max_new_tokens: TokensOption = 256,
+    temperature: TemperatureOption = 0.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    color: ColorOption = False,
+) -> None:
+    """Answer one prompt."""
+    from medusa_train.chat import Chat
+
+    chat = Chat(heads, backbone)
+    chat.answer([{"role": "user", "content": prompt}], max_new_tokens, temperature, seed, color)
+
+
+@app.command("chat")
+def chat_command(
+    heads: HeadsArgument,
+    backbone: BackboneOption = None,
+    max_new_tokens: TokensOption = 512,
+    temperature: TemperatureOption = 0.0,
+    seed: Annotated[int, typer.Option("--seed")] = 0,
+    color: ColorOption = True,
+) -> None:
+    """Talk with the model; an empty line or Ctrl-D ends it."""
+    from medusa_train.chat import Chat
+
+    chat, messages = Chat(heads, backbone), []
+    while True:
+        try:
+            said = input("you: ").strip()
+        except EOFError:
+            said = ""
+        if not said:
+            return
+        messages.append({"role": "user", "content": said})
+        answer = chat.answer(messages, max_new_tokens, temperature, seed, color)
+        messages.append({"role": "assistant", "content": answer})
+
+
+@contextmanager
+def reporting_errors(debug: bool) -> Iterator[None]:
+    """Turn errors that a user can mend into one line and exit code 2; anything else keeps its traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted; the same command goes on from here")
+        sys.exit(130)
+    except Exception as error:
+        message = explain(error)
+        if message is None or debug:
+            raise
+        _say(message)
+        sys.exit(2)
+
+
+def explain(error: Exception) -> str | None:
+    """One line for an error that a user can mend; None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    text = " ".join(str(error).split())
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in text:
+        return "the disk is full; free some space, and the same command goes on from here"
+    # torch and safetensors hide the errno of a failed write.
+    if "PytorchStreamWriter failed" in text or "file write failed" in text:
+        return f"a file could not be written ({text[:120]}); is the disk full?"
+    if isinstance(error, PermissionError):
+        return f"no permission to write {error.filename}; use another --out"
+    return None
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"medusa-train: {message}\n")
+
+
+def main() -> None:
+    """Entry point of the ``medusa-train`` command; ``--debug`` anywhere on the line shows tracebacks."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    # A stable sort on one key: --debug may stand anywhere, typer wants a global option in front.
+    app(args=sorted(sys.argv[1:], key=lambda word: word != "--debug"))
+
+
+if __name__ == "__main__":
+    main()

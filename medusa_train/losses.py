@@ -1,0 +1,104 @@
+"""The training loss, as a pure function of hidden states.
+
+For head k at position t with target token y = x_{t+k+1}::
+
+    loss = sum_k  lambda * gamma^(k-1) * mean over valid positions of
+                  (1 - alpha) * CE(y)  +  alpha * KL(backbone's distribution at t+k  ||  head k)
+
+The weights gamma^(k-1) are those of Cai et al. 2024 ("Medusa", equation 1), where gamma is called lambda; the soft term
+is distillation from the backbone's own next-token distribution, projected from its hidden state at t+k. The mean is
+over the valid (position, head) pairs of the global batch, divided by K, so splitting a batch over accumulation steps
+or ranks with unequal counts gives the same gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from medusa_train.data.dataset import IGNORED
+from medusa_train.inference.heads import MedusaHeads
+
+
+@dataclass(frozen=True)
+class LossWeights:
+    """The knobs of the loss.
+
+    Attributes:
+        scale: lambda, the weight of the whole.
+        decay: gamma, how much less each further head counts.
+        soft_share: alpha, 0 for hard labels only, 1 for the backbone's distribution only.
+    """
+
+    scale: float = 1.0
+    decay: float = 0.8
+    soft_share: float = 0.5
+
+
+def medusa_loss(
+    heads: MedusaHeads,
+    hidden: Tensor,
+    teacher_hidden: Tensor,
+    labels: Tensor,
+    teacher_projection: Tensor,
+    column_of_token: Tensor,
+    weights: LossWeights,
+    num_items: Tensor | int | None = None,
+    chunk: int = 1024,
+    shape_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
+) -> Tensor:
+    """Loss of all heads over a batch of positions; differentiable in the heads' parameters.
+
+    Logits are made for ``chunk`` positions of one head at a time and remade in the backward pass, so the peak memory
+    depends on neither the batch nor K.
+
+    Args:
+        hidden: ``(B, hidden)`` inputs of the heads.
+        teacher_hidden: ``(B, K, hidden)`` backbone states whose projections are the soft labels.
+        labels: ``(B, K)`` token ids, `IGNORED` where there is no target.
+        teacher_projection: ``(V', hidden)`` rows of the backbone's projection for the draft vocabulary.
+        column_of_token: ``(V,)`` token id -> column of a head, `IGNORED` outside the draft vocabulary. Such targets
+            carry no hard loss; the soft loss is over the draft vocabulary.
+        num_items: valid (position, head) pairs of the global batch; those of this batch by default.
+        shape_logits: what the backbone does to raw projections (`Backbone.shape_logits`).
+
+    Returns:
+        A scalar; exactly zero, with zero gradient, for a batch without a valid position.
+    """
+    valid = labels != IGNORED
+    if num_items is None:
+        num_items = valid.sum()
+    positions_per_head = torch.as_tensor(num_items, device=hidden.device).clamp(min=1) / heads.config.num_heads
+
+    def chunk_loss(head: int, inputs: Tensor, teacher: Tensor, columns: Tensor) -> Tensor:
+        """Summed loss of one head over a chunk of valid positions."""
+        logits = shape_logits(heads(inputs, head)).float()
+        loss = (1 - weights.soft_share) * functional.cross_entropy(
+            logits, columns, ignore_index=IGNORED, reduction="sum"
+        )
+        if weights.soft_share:
+            with torch.no_grad():
+                target = shape_logits(functional.linear(teacher, teacher_projection)).float().softmax(dim=-1)
+            divergence = functional.kl_div(logits.log_softmax(dim=-1), target, reduction="sum")
+            loss = loss + weights.soft_share * divergence
+        return loss
+
+    # Every parameter takes part, so that a batch without targets yields zeros and not missing gradients.
+    total = sum((parameter.sum() * 0.0 for parameter in heads.parameters()), torch.zeros((), device=hidden.device))
+    for head in range(heads.config.num_heads):
+        rows = valid[:, head].nonzero()[:, 0]
+        summed = torch.zeros((), device=hidden.device)
+        for part in rows.split(chunk):
+            columns = column_of_token[labels[part, head]]
+            arguments = (head, hidden[part], teacher_hidden[part, head], columns)
+            if len(rows) > chunk:
+                summed = summed + checkpoint(chunk_loss, *arguments, use_reentrant=False)
+            else:  # a single chunk is the peak either way
+                summed = summed + chunk_loss(*arguments)
+        total = total + weights.scale * weights.decay**head * summed / positions_per_head
+    return total

@@ -1,0 +1,216 @@
+"""The recipe: one YAML file that says everything about a run.
+
+Every key has a type, a default and a meaning; an unknown key is an error that names the nearest one. Training knobs that
+`transformers.TrainingArguments` defines keep their names.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from medusa_train.inference.errors import UserError
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+class BackboneSection(_Section):
+    """The frozen language model."""
+
+    source: str
+    """Hub id, local folder, .gguf file, or pkg://package/file.gguf."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    """auto: bfloat16 where the device computes in it, else float32."""
+    device: str = "auto"
+    """auto, cpu, cuda, cuda:1, …"""
+    quantization: Literal["8bit", "4bit"] | None = None
+    """Load through bitsandbytes."""
+    chat_template: str | None = None
+    """Jinja file, for a model that brings no chat template."""
+    trust_remote_code: bool = False
+    """Run Python code from the model repository."""
+
+
+class HeadsSection(_Section):
+    """What is trained."""
+
+    num_heads: int = Field(3, ge=1, le=10)
+    """K: how many tokens ahead of the backbone the heads reach."""
+    num_layers: int = Field(1, ge=0, le=8)
+    """Residual blocks per head."""
+    draft_vocab_size: int = Field(4096, ge=0)
+    """Heads draft only the most frequent answer tokens; 0 for the whole vocabulary."""
+
+
+class DataSection(_Section):
+    """Where the text comes from."""
+
+    prompts: str = "synthesize"
+    """synthesize (the backbone writes them), a .jsonl/.json/.parquet file, or a Hub dataset."""
+    prompts_split: str = "train"
+    """Split of a Hub dataset."""
+    num_prompts: int | None = Field(640, ge=1)
+    """How many prompts to write or to take; null takes all of a file."""
+    prompt_max_tokens: int = Field(48, ge=4)
+    """Longest synthesized prompt."""
+    prompt_temperature: float = Field(0.9, gt=0)
+    """Temperature of synthesized prompts."""
+    prompt_top_p: float = Field(0.95, gt=0, le=1)
+    """Nucleus of synthesized prompts."""
+    conversations: str | None = None
+    """Finished conversations to learn from instead of distilling: a file or Hub dataset."""
+    answer_tokens: int | None = Field(None, ge=1)
+    """Stop distilling after this many answer tokens; null answers every prompt."""
+    max_new_tokens: int = Field(512, ge=1)
+    """Longest answer; longer ones are cut and keep their tokens."""
+    max_length: int = Field(4096, ge=2)
+    """Conversations are cut here."""
+    batch_size: int = Field(64, ge=1)
+    """Prompts generated together."""
+    cache_batch_tokens: int = Field(4096, ge=1)
+    """Padded tokens in one pass when hidden states are cached."""
+    calibration_share: float = Field(0.08, gt=0, lt=0.5)
+    """Share of prompts, by hash, that chooses the tree."""
+    heldout_share: float = Field(0.08, gt=0, lt=0.5)
+    """Share of prompts, by hash, that only evaluation sees."""
+
+
+class TrainingSection(_Section):
+    """How heads are trained; names as in transformers.TrainingArguments, then the loss."""
+
+    learning_rate: float = Field(1e-3, gt=0)
+    num_train_epochs: float = Field(4, gt=0)
+    per_device_train_batch_size: int = Field(512, ge=1)
+    gradient_accumulation_steps: int = Field(1, ge=1)
+    warmup_steps: float = Field(0.05, ge=0)
+    """Below 1: a share of all steps."""
+    lr_scheduler_type: str = "cosine"
+    weight_decay: float = Field(0.0, ge=0)
+    max_grad_norm: float = Field(1.0, gt=0)
+    logging_steps: int = Field(20, ge=1)
+    save_steps: int = Field(100, ge=1)
+    report_to: str = "none"
+    """none, wandb, tensorboard, trackio, …"""
+    loss_scale: float = Field(1.0, gt=0)
+    """λ: weight of the whole loss."""
+    loss_decay: float = Field(0.8, gt=0, le=1)
+    """γ: head k counts γ^(k-1)."""
+    soft_share: float = Field(0.5, ge=0, le=1)
+    """α: 0 learns the tokens, 1 the backbone's distribution."""
+
+    def trainer_arguments(self) -> dict[str, Any]:
+        """What goes to `transformers.TrainingArguments` as it is."""
+        return self.model_dump(exclude={"loss_scale", "loss_decay", "soft_share"})
+
+
+class InferenceSection(_Section):
+    """How the tree is chosen."""
+
+    tree_sizes: list[int] = Field([1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
+    """Tokens per pass to try, root included."""
+    max_rank: int = Field(10, ge=1)
+    """Best tokens of a head that a tree may use."""
+    step_time_steps: int = Field(8, ge=1)
+    """Steps timed per tree and round."""
+    step_time_rounds: int = Field(3, ge=1)
+    """Rounds over all trees."""
+
+
+class EvalSection(_Section):
+    """How the result is measured."""
+
+    num_prompts: int = Field(12, ge=1)
+    """Held-out prompts decoded in every way."""
+    max_new_tokens: int = Field(128, ge=2)
+    """Budget per prompt."""
+    repeats: int = Field(3, ge=1)
+    """How often everything is timed."""
+
+
+class Recipe(_Section):
+    """Everything about a run."""
+
+    backbone: BackboneSection
+    heads: HeadsSection = HeadsSection()
+    data: DataSection = DataSection()
+    training: TrainingSection = TrainingSection()
+    inference: InferenceSection = InferenceSection()
+    eval: EvalSection = EvalSection()
+    output_dir: str
+    """The run's folder."""
+    seed: int = 0
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Read a recipe and apply ``section.field=value`` overrides (values are YAML).
+
+    Raises:
+        UserError: no such file, not YAML, an unknown key (the nearest is named), or a value of the wrong type.
+    """
+    path = Path(path)
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"recipe {path}: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"recipe {path} is not YAML: {' '.join(str(error).split())}") from error
+    if not isinstance(content, dict):
+        raise UserError(f"recipe {path}: expected sections such as backbone: and data:")
+    for override in overrides:
+        _apply(content, override)
+    try:
+        return Recipe.model_validate(content)
+    except ValidationError as error:
+        raise UserError(f"recipe {path}: {_explain(error)}") from error
+
+
+def to_yaml(recipe: Recipe) -> str:
+    """The resolved recipe as YAML, every default spelled out."""
+    return yaml.safe_dump(recipe.model_dump(), sort_keys=False, allow_unicode=True)
+
+
+def _apply(content: dict[str, Any], override: str) -> None:
+    key, equals, value = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override {override!r}: expected section.field=value")
+    *sections, field = key.split(".")
+    target = content
+    for section in sections:
+        target = target.setdefault(section, {})
+        if not isinstance(target, dict):
+            raise UserError(f"override {override!r}: {section} is not a section")
+    try:
+        target[field] = yaml.safe_load(value)
+    except yaml.YAMLError as error:
+        raise UserError(f"override {override!r}: the value is not YAML") from error
+
+
+def _explain(error: ValidationError) -> str:
+    first = error.errors()[0]
+    where = ".".join(str(part) for part in first["loc"])
+    if first["type"] == "extra_forbidden":
+        keys = _known_keys(Recipe)
+        near = difflib.get_close_matches(where, keys, n=1, cutoff=0.5)
+        if not near:  # the section may be wrong: compare the last part alone
+            near = [key for key in keys if key.rpartition(".")[2] == where.rpartition(".")[2]][:1]
+        hint = f"; did you mean {near[0]}?" if near else ""
+        return f"unknown key {where}{hint}"
+    if first["type"] == "missing":
+        return f"{where} is missing"
+    return f"{where}: {first['msg'].lower()}, got {first['input']!r}"
+
+
+def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
+    keys = []
+    for name, field in model.model_fields.items():
+        keys.append(prefix + name)
+        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
+            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+    return keys

@@ -1,0 +1,272 @@
+"""The stages of a run, each a function of a `Job`: prompts, distill, cache, train, tree, eval.
+
+Every stage reads what the one before it wrote, writes its own subfolder of the run, and can be run again: a finished
+stage is left alone, an interrupted one goes on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+from accelerate import PartialState
+from tqdm import tqdm
+from transformers import PreTrainedTokenizerBase, set_seed
+
+from medusa_train.data.chat import load_chat_tokenizer
+from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
+from medusa_train.data.distill import distill, take_conversations
+from medusa_train.data.hidden_states import read_cache, write_cache
+from medusa_train.data.prompts import load_prompts, synthesize_prompts
+from medusa_train.data.rows import SPLITS, Row, append_jsonl, read_prompts, read_rows
+from medusa_train.eval.acceptance import token_ranks
+from medusa_train.eval.evaluate import evaluate
+from medusa_train.eval.report import write_report
+from medusa_train.eval.speed import measure_step_seconds
+from medusa_train.eval.tree_search import best_tree, choose_tree, count_prefixes
+from medusa_train.inference.attention import check_tree_attention
+from medusa_train.inference.backbone import Backbone, load_backbone
+from medusa_train.inference.checkpoint import TREE, load_heads, save_heads
+from medusa_train.inference.errors import UserError
+from medusa_train.inference.files import write_json
+from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.model import MedusaModel
+from medusa_train.inference.tree import Tree
+from medusa_train.losses import LossWeights
+from medusa_train.model_card import write_model_card
+from medusa_train.recipe import Recipe
+from medusa_train.run_folder import RunFolder
+from medusa_train.trainer import train_heads
+
+ROWS_PER_SHARD = 64
+
+
+class Job:
+    """A recipe, its folder, and the backbone, loaded once when a stage first needs it."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+        self.folder = RunFolder(recipe)
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_chat_tokenizer(self.recipe.backbone.source, self.recipe.backbone.chat_template)
+
+    @cached_property
+    def backbone(self) -> Backbone:
+        section = self.recipe.backbone
+        backbone = load_backbone(
+            section.source, section.dtype, section.device, section.quantization, section.trust_remote_code
+        )
+        check_tree_attention(backbone)  # before hours are spent on heads that could not be used
+        return backbone
+
+    def rows(self, split: str) -> list[Row]:
+        return [row for row in read_rows(self.folder.stage("distill") / "rows.jsonl") if row.split == split]
+
+    def medusa_model(self) -> MedusaModel:
+        """The trained heads on the job's backbone, with their tree if one was chosen."""
+        checkpoint = load_heads(self.folder.heads)
+        self.backbone.check_probe(checkpoint.probe, str(self.folder.heads))
+        return MedusaModel(self.backbone, checkpoint.heads, checkpoint.tree)
+
+
+def run_prompts(job: Job) -> dict[str, Any]:
+    """Write ``prompts/prompts.jsonl``."""
+    data = job.recipe.data
+    path = job.folder.begin("prompts") / "prompts.jsonl"
+    if data.conversations:
+        return {"prompts": 0, "source": data.conversations}
+    if data.prompts == "synthesize":
+        synthesize_prompts(
+            job.backbone, job.tokenizer, path, data.num_prompts or 1000, data.prompt_max_tokens,
+            data.prompt_temperature, data.prompt_top_p, data.batch_size, job.recipe.seed,
+        )  # fmt: skip
+    else:
+        prompts = load_prompts(data.prompts, data.prompts_split, data.num_prompts)
+        path.unlink(missing_ok=True)
+        append_jsonl(path, prompts)
+    return {"prompts": len(read_prompts(path)), "source": data.prompts}
+
+
+def run_distill(job: Job) -> dict[str, Any]:
+    """Write ``distill/rows.jsonl``."""
+    data, folder = job.recipe.data, job.folder
+    path = folder.begin("distill") / "rows.jsonl"
+    if data.conversations:
+        take_conversations(
+            job.tokenizer, data.conversations, data.prompts_split, path, data.max_length,
+            data.calibration_share, data.heldout_share,
+        )  # fmt: skip
+    else:
+        distill(
+            job.backbone, job.tokenizer, read_prompts(folder.stage("prompts") / "prompts.jsonl"), path,
+            data.answer_tokens, data.max_new_tokens, data.batch_size, data.calibration_share, data.heldout_share,
+        )  # fmt: skip
+    rows = read_rows(path)
+    return {
+        "rows": len(rows),
+        "answer_tokens": sum(row.learnt_tokens for row in rows),
+        "cut_by_length": sum(row.finish_reason == "length" for row in rows),
+        **{f"{split}_rows": sum(row.split == split for row in rows) for split in SPLITS},
+    }
+
+
+def run_cache(job: Job) -> dict[str, Any]:
+    """Write ``cache/<split>/shard-*.safetensors``."""
+    folder = job.folder.begin("cache")
+    for split in SPLITS:
+        write_cache(
+            job.backbone, job.rows(split), folder / split, job.recipe.data.cache_batch_tokens, ROWS_PER_SHARD, split
+        )
+    return {split: sum(len(shard.tokens) for shard in read_cache(folder / split)) for split in SPLITS}
+
+
+def run_train(job: Job) -> dict[str, Any]:
+    """Train heads from the cache into ``heads/``; every rank of a distributed launch runs this."""
+    recipe, folder, state = job.recipe, job.folder, PartialState()
+    shards = read_cache(folder.stage("cache") / "train")
+    with state.main_process_first():
+        if state.is_main_process:
+            folder.begin("train")
+    set_seed(recipe.seed)
+    backbone = job.backbone
+    draft_size = recipe.heads.draft_vocab_size
+    if draft_size > backbone.vocab_size:
+        raise UserError(f"heads.draft_vocab_size={draft_size}, but the backbone has {backbone.vocab_size} tokens")
+    config = HeadsConfig(
+        recipe.heads.num_heads, recipe.heads.num_layers, backbone.hidden_size, backbone.vocab_size, draft_size
+    )
+    kept, coverage = draft_vocabulary(shards, config.projection_size, backbone.vocab_size)
+    heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)
+    dataset = HeadsDataset(shards, config.num_heads)
+    training = recipe.training
+    trainer = train_heads(
+        heads, backbone, dataset,
+        LossWeights(training.loss_scale, training.loss_decay, training.soft_share),
+        folder.stage("train"),
+        {
+            **training.trainer_arguments(),
+            "seed": recipe.seed,
+            "bf16": backbone.dtype == torch.bfloat16,
+            "use_cpu": backbone.device.type == "cpu",
+        },
+    )  # fmt: skip
+    if state.is_main_process:
+        save_heads(folder.heads, heads, backbone)
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "positions": len(dataset),
+        "optimizer_steps": trainer.state.global_step,
+        "first_loss": losses[0] if losses else None,
+        "last_loss": losses[-1] if losses else None,
+        "draft_vocabulary_coverage": coverage,
+    }
+
+
+def run_tree(job: Job) -> dict[str, Any]:
+    """Choose the tree from calibration ranks and measured step times; write it beside the heads."""
+    section, folder = job.recipe.inference, job.folder
+    stage = folder.begin("tree")
+    model = job.medusa_model()
+    ranks = token_ranks(model.heads, read_cache(folder.stage("cache") / "calibration"))
+    max_rank = min(section.max_rank, model.heads.config.projection_size)
+    prefixes = count_prefixes(ranks.calibration(), max_rank)
+    trees = {tree.size: tree for tree in (best_tree(prefixes, size) for size in sorted(set(section.tree_sizes)))}
+    candidates: list[Tree] = list(trees.values())
+    prompt = torch.tensor(job.rows("calibration")[0].input_ids)
+    seconds = measure_step_seconds(
+        model, candidates, prompt, section.step_time_steps, section.step_time_rounds
+    )
+    choices = choose_tree(prefixes, candidates, seconds)
+    choices[0].tree.save(folder.heads / TREE)
+    table = [
+        {
+            "size": choice.tree.size,
+            "expected_tokens_per_step": choice.expected_tokens,
+            "step_ms": choice.step_seconds * 1000,
+            "expected_tokens_per_second": choice.tokens_per_second,
+        }
+        for choice in sorted(choices, key=lambda choice: choice.tree.size)
+    ]
+    write_json(stage / "sizes.json", table)
+    return {"chosen_size": choices[0].tree.size, "sizes": table, "calibration_positions": prefixes.positions}
+
+
+def run_eval(job: Job) -> dict[str, Any]:
+    """Measure on held-out prompts; write ``report.json``, ``report.html`` and the model card."""
+    section, folder = job.recipe.eval, job.folder
+    folder.begin("eval")
+    made = {stage: folder.result(stage) for stage in ("prompts", "distill", "train", "tree")}
+    rows = job.rows("heldout")
+    measured = evaluate(
+        job.medusa_model(),
+        job.tokenizer,
+        [torch.tensor(row.input_ids[: row.spans[0][0]]) for row in rows[: section.num_prompts]],
+        read_cache(folder.stage("cache") / "heldout"),
+        section.max_new_tokens,
+        section.repeats,
+    )
+    report = measured | {"made": made}
+    write_report(folder.path, report)
+    write_model_card(folder.heads, report)
+    return {"report": str(folder.path / "report.html")}
+
+
+STAGES: dict[str, Callable[[Job], dict[str, Any]]] = {
+    "prompts": run_prompts,
+    "distill": run_distill,
+    "cache": run_cache,
+    "train": run_train,
+    "tree": run_tree,
+    "eval": run_eval,
+}
+# Stage -> what it reads, to be there before it starts and hashed into its run.json.
+INPUTS: dict[str, Sequence[str]] = {
+    "prompts": (),
+    "distill": ("prompts",),
+    "cache": ("distill",),
+    "train": ("cache",),
+    "tree": ("train", "cache"),
+    "eval": ("tree", "cache"),
+}
+
+
+def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
+    """Run the named stages in order, skipping finished ones.
+
+    Raises:
+        UserError: an earlier stage is missing, or the folder belongs to another recipe.
+    """
+    folder, state = job.folder, PartialState()
+    order = list(STAGES)
+    with state.main_process_first():
+        if state.is_main_process:
+            folder.check(order[: order.index(names[-1]) + 1], overwrite)
+    for name in names:
+        if folder.done(name):
+            if state.is_main_process:
+                tqdm.write(f"{name}: done, kept ({folder.stage(name)})")
+            continue
+        for needed in INPUTS[name]:
+            folder.result(needed)
+        started = time.time()
+        result = STAGES[name](job)
+        state.wait_for_everyone()
+        if state.is_main_process:
+            folder.finish(name, started, [folder.stage(needed) for needed in INPUTS[name]], result)
+            tqdm.write(f"{name}: {_summary(result)} ({time.time() - started:.0f} s)")
+    state.wait_for_everyone()
+
+
+def _summary(result: dict[str, Any]) -> str:
+    parts = []
+    for key, value in result.items():
+        if isinstance(value, float):
+            parts.append(f"{key.replace('_', ' ')} {value:.3g}")
+        elif not isinstance(value, list):
+            parts.append(f"{key.replace('_', ' ')} {value}")
+    return ", ".join(parts)
