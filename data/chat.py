@@ -53,11 +53,15 @@ def user_turn_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], in
     before, found, after = text.partition(_SENTINEL)
     closing = tokenizer(after.strip(), add_special_tokens=False)["input_ids"] if found else []
     if not before or not closing:
-        raise UserError("the chat template has no mark around a user's turn, so prompts cannot be synthesized; name a file")
+        raise UserError(
+            "the chat template has no mark around a user's turn, so prompts cannot be synthesized; name a file"
+        )
     return list(tokenizer(before, add_special_tokens=False)["input_ids"]), int(closing[0])
 
 
-def encode_conversation(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[list[int], list[Span]]:
+def encode_conversation(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[int], list[Span]]:
     """Token ids of a finished conversation and the spans ``[start, end)`` that an assistant wrote.
 
     A span starts behind the template's opening of the assistant's turn and ends with the turn's end token, which is

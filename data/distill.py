@@ -70,7 +70,9 @@ def distill(
             written += added
             bar.update(added)
     if answer_tokens is not None and written < answer_tokens:
-        tqdm.write(f"distill: the prompts gave {written} answer tokens of the {answer_tokens} wanted; raise data.num_prompts")
+        tqdm.write(
+            f"distill: the prompts gave {written} answer tokens of the {answer_tokens} wanted; raise data.num_prompts"
+        )
     _check_splits(path)
 
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
+from transformers import DynamicCache, LogitsProcessor, LogitsProcessorList
 
-from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.backbone import Backbone, cache_keyword
 
 
 def generate_batch(
@@ -15,10 +18,10 @@ def generate_batch(
     max_new_tokens: int,
     eos_token_ids: Sequence[int],
     temperature: float = 0.0,
-    top_p: float = 1.0,
+    top_k: int = 0,
     seed: int = 0,
 ) -> list[list[int]]:
-    """Continue every prompt; the new ids of each, up to and including its first end token.
+    """Continue every prompt, greedily at temperature 0; the new ids of each, up to and including its first end token.
 
     Prompts are padded on the left and masked by length, so any id may serve as padding, an end id included.
     """
@@ -28,22 +31,49 @@ def generate_batch(
     for row, ids in enumerate(prompts):
         input_ids[row, longest - len(ids) :] = torch.tensor(ids)
         attention_mask[row, longest - len(ids) :] = 1
-    sampling = (
-        {"do_sample": True, "temperature": temperature, "top_p": top_p, "top_k": 0}
-        if temperature > 0
-        else {"do_sample": False, "temperature": None, "top_p": None, "top_k": None}
-    )
-    torch.manual_seed(seed)  # transformers' generate draws from the global generator
+    processors = LogitsProcessorList()
+    if temperature > 0:
+        processors.append(_TopKSampler(temperature, top_k, torch.Generator(backbone.device).manual_seed(seed)))
+    input_ids, attention_mask = input_ids.to(backbone.device), attention_mask.to(backbone.device)
     with torch.inference_mode():
         sequences = backbone.model.generate(
-            input_ids=input_ids.to(backbone.device),
-            attention_mask=attention_mask.to(backbone.device),
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            **_shared_prefix(backbone, prompts),
             max_new_tokens=max_new_tokens,
             eos_token_id=list(eos_token_ids) or None,
             pad_token_id=eos_token_ids[0] if eos_token_ids else 0,
-            **sampling,
+            do_sample=False,
+            logits_processor=processors,
         )
     return [cut_at_end(ids, eos_token_ids) for ids in sequences[:, longest:].tolist()]
+
+
+class _TopKSampler(LogitsProcessor):  # type: ignore[misc]
+    """Draws among the k likeliest tokens and leaves only the drawn one, for greedy search to take.
+
+    transformers' own sampling draws noise for the whole vocabulary from the global generator; on a CPU that costs half
+    as much as the model's pass, and the run would depend on what else drew from the generator.
+    """
+
+    def __init__(self, temperature: float, top_k: int, generator: torch.Generator) -> None:
+        self.temperature, self.top_k, self.generator = temperature, top_k, generator
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        best = scores.topk(min(self.top_k or scores.shape[-1], scores.shape[-1]))
+        probabilities = (best.values.float() / self.temperature).softmax(dim=-1)
+        drawn = best.indices.gather(1, torch.multinomial(probabilities, 1, generator=self.generator))
+        return torch.full_like(scores, -torch.inf).scatter(1, drawn, 0.0)
+
+
+def _shared_prefix(backbone: Backbone, prompts: Sequence[Sequence[int]]) -> dict[str, Any]:
+    """Where all prompts are the same (synthesis), read it once: its cache, repeated for every row."""
+    if len(prompts) == 1 or len(prompts[0]) < 2 or any(prompt != prompts[0] for prompt in prompts):
+        return {}
+    cache = DynamicCache(config=backbone.model.config)
+    backbone.hidden_states(torch.tensor([list(prompts[0][:-1])], device=backbone.device), cache)
+    cache.batch_repeat_interleave(len(prompts))
+    return {cache_keyword(type(backbone.model).generate): cache}
 
 
 def cut_at_end(ids: list[int], eos_token_ids: Sequence[int]) -> list[int]:

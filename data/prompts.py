@@ -30,7 +30,7 @@ def synthesize_prompts(
     count: int,
     max_tokens: int,
     temperature: float,
-    top_p: float,
+    top_k: int,
     batch_size: int,
     seed: int,
 ) -> None:
@@ -56,7 +56,7 @@ def synthesize_prompts(
                     "lower data.num_prompts or name a prompt file in data.prompts"
                 )
             turns = generate_batch(
-                backbone, [opening] * batch_size, max_tokens, stops, temperature, top_p, seed=seed * 100_003 + batch
+                backbone, [opening] * batch_size, max_tokens, stops, temperature, top_k, seed=seed * 100_003 + batch
             )
             fresh = []
             for ids in turns:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.tree_search import MISS
-from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.tree import Tree
 
@@ -41,12 +41,11 @@ class Ranks:
 
 
 @torch.inference_mode()
-def token_ranks(heads: MedusaHeads, shards: Sequence[Shard]) -> Ranks:
+def token_ranks(model: MedusaModel, shards: Sequence[Shard]) -> Ranks:
     """Rank, under every head, of the token that came, at every cached position."""
-    config = heads.config
+    heads, config = model.heads, model.heads.config
     column_of_token = torch.full((config.vocab_size,), -1)
     column_of_token[heads.draft_token_ids.cpu()] = torch.arange(config.projection_size)
-    weight = next(heads.parameters())
     all_ranks, all_present, all_ends, offset = [], [], [], 0
     for shard in shards:
         positions = torch.arange(len(shard.tokens))
@@ -56,7 +55,7 @@ def token_ranks(heads: MedusaHeads, shards: Sequence[Shard]) -> Ranks:
         ranks = torch.full_like(columns, MISS)
         for head in range(config.num_heads):
             for part in (present[:, head] & (columns[:, head] >= 0)).nonzero()[:, 0].split(CHUNK):
-                logits = heads(shard.hidden[part].to(weight), head)
+                logits = heads(shard.hidden[part].to(model.backbone.device, model.backbone.dtype), head)
                 own = logits.gather(1, columns[part, head].to(logits.device)[:, None])
                 ranks[part, head] = (logits > own).sum(dim=1).cpu()
         all_ranks.append(ranks)

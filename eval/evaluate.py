@@ -46,7 +46,7 @@ def evaluate(
         prompts: token ids ``(T,)`` of held-out prompts.
         heldout: cached answers to the held-out prompts, for recall and replay.
     """
-    ranks = token_ranks(model.heads, heldout)
+    ranks = token_ranks(model, heldout)
     runs = measure_arms(model, prompts, max_new_tokens, repeats)
     stats = DecodeStats()
     for run in runs["medusa"][0]:

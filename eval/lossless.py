@@ -1,7 +1,7 @@
 """Whether two greedy outputs are the same tokens, and where they part if they are not.
 
-In fp32 they must be equal. In half precision a pass over N tokens rounds differently from a pass over one, which may turn
-a near-tie; the gap between the two best logits at the first difference tells such a tie from an error.
+In fp32 they must be equal. In half precision a pass over N tokens rounds differently from a pass over one, which may
+turn a near-tie; the gap between the two best logits at the first difference tells such a tie from an error.
 """
 
 from __future__ import annotations
@@ -23,7 +23,9 @@ class Divergence:
     top2_gap: float
 
 
-def first_divergence(backbone: Backbone, prompt: Tensor, ours: Sequence[int], reference: Sequence[int]) -> Divergence | None:
+def first_divergence(
+    backbone: Backbone, prompt: Tensor, ours: Sequence[int], reference: Sequence[int]
+) -> Divergence | None:
     """None if the outputs are equal, token for token and in length."""
     if list(ours) == list(reference):
         return None

@@ -112,7 +112,9 @@ def _recall(report: dict[str, Any]) -> Figure:
     heads = range(1, report["setting"]["num_heads"] + 1)
     for offset, (name, color) in enumerate((("top1", GREEN), ("top5", BLUE), ("top10", GREY))):
         values = report["recall"][name]
-        bars = axes.bar([k + 0.27 * (offset - 1) for k in heads], values, 0.25, color=color, label=f"in best {name[3:]}")
+        bars = axes.bar(
+            [k + 0.27 * (offset - 1) for k in heads], values, 0.25, color=color, label=f"in best {name[3:]}"
+        )
         axes.bar_label(bars, fmt="%.2f", fontsize=8, padding=2)
     axes.set_xticks(list(heads))
     axes.set_ylim(0, 1)

@@ -16,6 +16,7 @@ import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -118,7 +119,9 @@ def mean_prompt_speedup(over: Sequence[Sequence[Run]], of: Sequence[Sequence[Run
     """Spec-Bench's convention: the ratio of per-prompt mean speeds, over all repeats."""
 
     def mean(repeats: Sequence[Sequence[Run]]) -> float:
-        return statistics.fmean(run.decode_tokens / run.decode_seconds for rep in repeats for run in rep if run.decode_tokens)
+        return statistics.fmean(
+            run.decode_tokens / run.decode_seconds for rep in repeats for run in rep if run.decode_tokens
+        )
 
     return mean(of) / mean(over)
 
@@ -126,24 +129,24 @@ def mean_prompt_speedup(over: Sequence[Sequence[Run]], of: Sequence[Sequence[Run
 def measure_step_seconds(
     model: MedusaModel, trees: Sequence[Tree], prompt: Tensor, steps: int, rounds: int
 ) -> list[float]:
-    """Median time of one whole step (draft, pass, verify, commit) with each tree; the root alone is plain decoding.
+    """Time of one whole step (draft, pass, verify, commit) with each tree; the root alone is plain decoding.
 
-    Rounds go over all trees in turn, so that a slow minute of the machine does not favour a size.
+    Rounds go over all trees in turn, and a tree's time is its best round's median: other work on the machine only ever
+    adds time, in bursts longer than a step.
     """
-    times: list[list[float]] = [[] for _ in trees]
+    medians: list[list[float]] = [[] for _ in trees]
     with tqdm(total=(rounds + 1) * len(trees), desc="step times", unit="tree") as bar:
         for turn in range(rounds + 1):
-            for tree, seconds in zip(trees, times, strict=True):
+            for tree, found in zip(trees, medians, strict=True):
                 drafter = NoDrafter() if tree.size == 1 else MedusaDrafter(model.heads, tree)
-                budget = steps * (tree.depth + 1) + 1
-                marks = [
-                    _now(model)
-                    for _ in model.stream(prompt, budget, eos_token_ids=(), max_steps=steps, drafter=drafter)
-                ]
-                if turn:  # the first round warms up
-                    seconds += [end - start for start, end in zip(marks, marks[1:], strict=False)]
+                timed = steps if turn else 1  # the first round warms up
+                budget = timed * (tree.depth + 1) + 1
+                blocks = model.stream(prompt, budget, eos_token_ids=(), max_steps=timed, drafter=drafter)
+                marks = [_now(model) for _ in blocks]
+                if turn:
+                    found.append(statistics.median(b - a for a, b in pairwise(marks)))
                 bar.update()
-    return [statistics.median(seconds) for seconds in times]
+    return [min(found) for found in medians]
 
 
 class _TokenClock(BaseStreamer):

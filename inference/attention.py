@@ -72,8 +72,8 @@ def check_tree_attention(backbone: Backbone) -> None:
         raise UserError(f"{name} has {kind} layers, whose state cannot be rolled back to an accepted branch")
     if backbone.model.config._attn_implementation not in ("sdpa", "eager"):
         raise UserError(
-            f"{name} was loaded with attn_implementation={backbone.model.config._attn_implementation!r}, which takes no "
-            "tree mask; load it with attn_implementation='sdpa'"
+            f"{name} was loaded with attn_implementation={backbone.model.config._attn_implementation!r}, which takes "
+            "no tree mask; load it with attn_implementation='sdpa'"
         )
     tree = Tree.from_paths([(0, 0), (1, 0)])
     prompt = torch.tensor([[3, 1]], device=backbone.device) % backbone.vocab_size
@@ -89,5 +89,7 @@ def check_tree_attention(backbone: Backbone) -> None:
         for leaf in (3, 4):
             path = mask[leaf].nonzero()[:, 0]
             alone = backbone.hidden_states(torch.cat([prompt, nodes[:, path]], dim=1))[0, -1]
-            if not torch.allclose(branched[leaf].float(), alone.float(), rtol=0.1, atol=0.05 * float(alone.abs().max())):
+            if not torch.allclose(
+                branched[leaf].float(), alone.float(), rtol=0.1, atol=0.05 * float(alone.abs().max())
+            ):
                 raise UserError(f"{name} does not follow a tree attention mask, so its output would not be exact")

@@ -11,6 +11,7 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     GgufConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -114,7 +116,7 @@ class Backbone:
         """
         decoder = self.model.base_model
         if cache is not None:
-            kwargs[_cache_keyword(type(decoder))] = cache
+            kwargs[cache_keyword(type(decoder).forward)] = cache
         hidden: Tensor = decoder(input_ids=input_ids, use_cache=cache is not None, **kwargs)[0]
         return hidden
 
@@ -172,9 +174,9 @@ class Backbone:
 
 
 @lru_cache
-def _cache_keyword(decoder_class: type[nn.Module]) -> str:
-    """The argument that takes the KV cache: ``past_key_values``, renamed to ``cache`` in transformers 5.2x."""
-    return "cache" if "cache" in inspect.signature(decoder_class.forward).parameters else "past_key_values"
+def cache_keyword(function: Callable[..., Any]) -> str:
+    """The argument of a transformers function that takes the KV cache, renamed from ``past_key_values`` in 5.2x."""
+    return "cache" if "cache" in inspect.signature(function).parameters else "past_key_values"
 
 
 @lru_cache
@@ -293,6 +295,8 @@ def load_backbone(
     if not quantization:
         model = model.to(device)
     model.eval().requires_grad_(False)
+    # A repository's recommended settings (repetition penalty, sampling) would colour what is called greedy here.
+    model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     if device == "cpu" and not quantization and can_pack(options["dtype"]):
         pack_linears(model)
     return Backbone.wrap(model, source)

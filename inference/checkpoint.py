@@ -1,7 +1,7 @@
 """A heads checkpoint: one folder (or Hub repository) that says everything needed to use it.
 
-``medusa_lm_head.safetensors`` holds ``{head}.{layer}.linear.{weight,bias}`` and ``{head}.{layers}.weight``, the names of
-FasterDecoding/Medusa that serving engines read; heads with a reduced vocabulary add ``draft_token_ids``.
+``medusa_lm_head.safetensors`` holds ``{head}.{layer}.linear.{weight,bias}`` and ``{head}.{layers}.weight``, the names
+of FasterDecoding/Medusa that serving engines read; heads with a reduced vocabulary add ``draft_token_ids``.
 ``config.json`` has no ``architectures`` key (TGI would take the folder for a whole model) and carries the probe of the
 backbone that the heads were trained on. ``tree.json`` is optional. Loading is strict: nothing is guessed, nothing is
 left random.

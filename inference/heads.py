@@ -92,7 +92,9 @@ class MedusaHeads(nn.Module):
         )
 
     @classmethod
-    def for_backbone(cls, backbone: Backbone, config: HeadsConfig, draft_token_ids: Tensor | None = None) -> MedusaHeads:
+    def for_backbone(
+        cls, backbone: Backbone, config: HeadsConfig, draft_token_ids: Tensor | None = None
+    ) -> MedusaHeads:
         """Fresh heads in fp32 whose logits equal the backbone's (on the draft vocabulary)."""
         heads = cls(config, draft_token_ids).to(backbone.device)
         rows = backbone.projection_rows(heads.draft_token_ids if config.draft_vocab_size else None).float()

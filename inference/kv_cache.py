@@ -39,7 +39,8 @@ class TreeCacheLayer(CacheLayerMixin):
         """Write N new positions behind the committed ones; returns everything that is in use."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        assert self.keys is not None and self.values is not None
+        assert self.keys is not None
+        assert self.values is not None
         end = self.length + key_states.shape[2]
         self.keys[:, :, self.length : end] = key_states
         self.values[:, :, self.length : end] = value_states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,6 +15,7 @@ from transformers import PreTrainedModel
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone, load_backbone
 from medusa_train.inference.checkpoint import load_heads
+from medusa_train.inference.cpu_linear import can_pack, pack_linears
 from medusa_train.inference.decode import Block, FinishReason, Verify, decode
 from medusa_train.inference.drafters import Drafter, MedusaDrafter
 from medusa_train.inference.errors import UserError
@@ -59,7 +61,11 @@ class MedusaModel:
                 f"{self.backbone.source or 'this one'} has {ours[0]} and {ours[1]}"
             )
         check_tree_attention(self.backbone)
-        self.heads = heads.to(device=self.backbone.device, dtype=self.backbone.dtype).eval()
+        # A copy: what was passed in stays trainable and can be saved.
+        self.heads = copy.deepcopy(heads).to(device=self.backbone.device, dtype=self.backbone.dtype).eval()
+        self.heads.requires_grad_(False)
+        if self.backbone.device.type == "cpu" and can_pack(self.backbone.dtype):
+            pack_linears(self.heads)
         depth = min(config.num_heads, 3)
         self.tree = tree or Tree.from_paths([path for path in DEFAULT_PATHS if len(path) <= depth])
         self.drafter = MedusaDrafter(self.heads, self.tree)

@@ -32,9 +32,7 @@ class Chat:
         prompt = torch.tensor(render_prompt(self.tokenizer, messages))
         stats, stream, text = DecodeStats(), DecodeStream(skip_special_tokens=True), ""
         generator = torch.Generator(self.model.backbone.device).manual_seed(seed)
-        blocks = self.model.stream(
-            prompt, max_new_tokens, temperature=temperature, generator=generator, stats=stats
-        )
+        blocks = self.model.stream(prompt, max_new_tokens, temperature=temperature, generator=generator, stats=stats)
         for block in blocks:
             for place, token in enumerate(block.tokens):
                 piece = stream.step(self.tokenizer.backend_tokenizer, token) or ""

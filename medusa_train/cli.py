@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import sys
-import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any
@@ -16,7 +12,7 @@ import typer
 import typer.core
 
 import medusa_train
-from medusa_train.inference.errors import UserError
+from medusa_train.reporting import reporting_errors
 
 
 class _Commands(typer.core.TyperGroup):
@@ -53,7 +49,9 @@ def _print_version(wanted: bool) -> None:
 
 @app.callback()
 def _options(
-    version: Annotated[bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version)] = False,
+    version: Annotated[
+        bool, typer.Option("--version", help="Print the version and stop.", callback=_print_version)
+    ] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show tracebacks.")] = False,
 ) -> None:
     pass  # --version acts in its callback, --debug in _Commands
@@ -203,41 +201,6 @@ def chat_command(
         messages.append({"role": "user", "content": said})
         answer = chat.answer(messages, max_new_tokens, temperature, seed, color)
         messages.append({"role": "assistant", "content": answer})
-
-
-@contextmanager
-def reporting_errors(debug: bool) -> Iterator[None]:
-    """Turn errors that a user can mend into one line and exit code 2; anything else keeps its traceback."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        _say("interrupted; the same command goes on from here")
-        sys.exit(130)
-    except Exception as error:
-        message = explain(error)
-        if message is None or debug:
-            raise
-        _say(message)
-        sys.exit(2)
-
-
-def explain(error: Exception) -> str | None:
-    """One line for an error that a user can mend; None for a bug."""
-    if isinstance(error, UserError):
-        return str(error)
-    text = " ".join(str(error).split())
-    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in text:
-        return "the disk is full; free some space, and the same command goes on from here"
-    # torch and safetensors hide the errno of a failed write.
-    if "PytorchStreamWriter failed" in text or "file write failed" in text:
-        return f"a file could not be written ({text[:120]}); is the disk full?"
-    if isinstance(error, PermissionError):
-        return f"no permission to write {error.filename}; use another --out"
-    return None
-
-
-def _say(message: str) -> None:
-    sys.stderr.write(f"medusa-train: {message}\n")
 
 
 def main() -> None:

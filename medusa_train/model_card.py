@@ -37,6 +37,8 @@ output = model.generate(input_ids, max_new_tokens=256)
 ```
 {note}"""
 
+_REDUCED = "\nvLLM and TGI do not load a reduced draft vocabulary; for them, train with `heads.draft_vocab_size=0`.\n"
+
 
 def write_model_card(folder: Path, report: dict[str, Any]) -> None:
     """Write ``README.md`` beside the heads, with the figures of their evaluation."""
@@ -64,8 +66,6 @@ def write_model_card(folder: Path, report: dict[str, Any]) -> None:
         positions=train["result"]["positions"],
         rows=made["distill"]["result"]["rows"],
         source=made["prompts"]["result"]["source"],
-        note="\nA reduced draft vocabulary is not loaded by vLLM or TGI; train with `heads.draft_vocab_size=0` for them.\n"
-        if reduced
-        else "",
+        note=_REDUCED if reduced else "",
     )
     write_text(folder / "README.md", card)

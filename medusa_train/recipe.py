@@ -1,7 +1,7 @@
 """The recipe: one YAML file that says everything about a run.
 
-Every key has a type, a default and a meaning; an unknown key is an error that names the nearest one. Training knobs that
-`transformers.TrainingArguments` defines keep their names.
+Every key has a type, a default and a meaning; an unknown key is an error that names the nearest one. Training knobs
+that `transformers.TrainingArguments` defines keep their names.
 """
 
 from __future__ import annotations
@@ -62,8 +62,8 @@ class DataSection(_Section):
     """Longest synthesized prompt."""
     prompt_temperature: float = Field(0.9, gt=0)
     """Temperature of synthesized prompts."""
-    prompt_top_p: float = Field(0.95, gt=0, le=1)
-    """Nucleus of synthesized prompts."""
+    prompt_top_k: int = Field(50, ge=0)
+    """Synthesized prompts are drawn from the k likeliest tokens; 0 for all."""
     conversations: str | None = None
     """Finished conversations to learn from instead of distilling: a file or Hub dataset."""
     answer_tokens: int | None = Field(None, ge=1)
@@ -74,7 +74,7 @@ class DataSection(_Section):
     """Conversations are cut here."""
     batch_size: int = Field(64, ge=1)
     """Prompts generated together."""
-    cache_batch_tokens: int = Field(4096, ge=1)
+    cache_batch_tokens: int = Field(2048, ge=1)
     """Padded tokens in one pass when hidden states are cached."""
     calibration_share: float = Field(0.08, gt=0, lt=0.5)
     """Share of prompts, by hash, that chooses the tree."""
@@ -117,9 +117,9 @@ class InferenceSection(_Section):
     """Tokens per pass to try, root included."""
     max_rank: int = Field(10, ge=1)
     """Best tokens of a head that a tree may use."""
-    step_time_steps: int = Field(8, ge=1)
+    step_time_steps: int = Field(6, ge=1)
     """Steps timed per tree and round."""
-    step_time_rounds: int = Field(3, ge=1)
+    step_time_rounds: int = Field(4, ge=1)
     """Rounds over all trees."""
 
 

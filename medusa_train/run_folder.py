@@ -1,8 +1,8 @@
 """The folder of a run: which stage was made by which recipe, and which is done.
 
-Every stage owns one subfolder. ``recipe.json`` in it, written first, holds the part of the recipe that the stage depends
-on; ``run.json``, written last, marks it done and says how it was made. A folder made by another recipe is refused, never
-mixed with; a stage without ``run.json`` is continued.
+Every stage owns one subfolder. ``recipe.json`` in it, written first, holds the part of the recipe that the stage
+depends on; ``run.json``, written last, marks it done and says how it was made. A folder made by another recipe is
+refused, never mixed with; a stage without ``run.json`` is continued.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from medusa_train.recipe import Recipe
 _PROMPT_KEYS = (
     "seed", "backbone.source", "backbone.dtype", "backbone.quantization", "backbone.chat_template",
     "data.prompts", "data.prompts_split", "data.num_prompts", "data.prompt_max_tokens", "data.prompt_temperature",
-    "data.prompt_top_p", "data.conversations", "data.batch_size",
+    "data.prompt_top_k", "data.conversations", "data.batch_size",
 )  # fmt: skip
 _DISTILL_KEYS = (
     *_PROMPT_KEYS, "data.answer_tokens", "data.max_new_tokens", "data.max_length", "data.calibration_share",

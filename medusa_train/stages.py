@@ -83,7 +83,7 @@ def run_prompts(job: Job) -> dict[str, Any]:
     if data.prompts == "synthesize":
         synthesize_prompts(
             job.backbone, job.tokenizer, path, data.num_prompts or 1000, data.prompt_max_tokens,
-            data.prompt_temperature, data.prompt_top_p, data.batch_size, job.recipe.seed,
+            data.prompt_temperature, data.prompt_top_k, data.batch_size, job.recipe.seed,
         )  # fmt: skip
     else:
         prompts = load_prompts(data.prompts, data.prompts_split, data.num_prompts)
@@ -172,15 +172,13 @@ def run_tree(job: Job) -> dict[str, Any]:
     section, folder = job.recipe.inference, job.folder
     stage = folder.begin("tree")
     model = job.medusa_model()
-    ranks = token_ranks(model.heads, read_cache(folder.stage("cache") / "calibration"))
+    ranks = token_ranks(model, read_cache(folder.stage("cache") / "calibration"))
     max_rank = min(section.max_rank, model.heads.config.projection_size)
     prefixes = count_prefixes(ranks.calibration(), max_rank)
     trees = {tree.size: tree for tree in (best_tree(prefixes, size) for size in sorted(set(section.tree_sizes)))}
     candidates: list[Tree] = list(trees.values())
     prompt = torch.tensor(job.rows("calibration")[0].input_ids)
-    seconds = measure_step_seconds(
-        model, candidates, prompt, section.step_time_steps, section.step_time_rounds
-    )
+    seconds = measure_step_seconds(model, candidates, prompt, section.step_time_steps, section.step_time_rounds)
     choices = choose_tree(prefixes, candidates, seconds)
     choices[0].tree.save(folder.heads / TREE)
     table = [

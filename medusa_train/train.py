@@ -1,4 +1,4 @@
-"""The training stage alone, for launchers: ``accelerate launch -m medusa_train.train RECIPE [section.field=value ...]``.
+"""The training stage alone, for ``accelerate launch -m medusa_train.train RECIPE [section.field=value ...]``.
 
 It needs the ``cache`` stage of the same recipe. Every rank runs this file; rank 0 writes.
 """
@@ -6,25 +6,22 @@ It needs the ``cache`` stage of the same recipe. Every rank runs this file; rank
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+
+from medusa_train.inference.errors import UserError
+from medusa_train.recipe import load_recipe
+from medusa_train.reporting import reporting_errors
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Parse ``RECIPE [overrides] [--overwrite]`` and train."""
-    from medusa_train.cli import reporting_errors
-    from medusa_train.recipe import load_recipe
-
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    overwrite = "--overwrite" in words
-    words = [word for word in words if word != "--overwrite"]
-    with reporting_errors(debug=False):
-        from medusa_train.inference.errors import UserError
-
+def main() -> None:
+    """Train the recipe named on the command line; ``--overwrite`` and ``--debug`` as in ``medusa-train train``."""
+    words = [word for word in sys.argv[1:] if word not in ("--overwrite", "--debug")]
+    with reporting_errors(debug="--debug" in sys.argv):
         if not words:
             raise UserError("usage: accelerate launch -m medusa_train.train RECIPE [section.field=value ...]")
+        recipe = load_recipe(words[0], words[1:])
         from medusa_train.stages import Job, run_stages
 
-        run_stages(Job(load_recipe(words[0], words[1:])), ["train"], overwrite)
+        run_stages(Job(recipe), ["train"], overwrite="--overwrite" in sys.argv)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,45 @@
+"""What a person sees when something goes wrong: one line, and an exit code that scripts can read."""
+
+from __future__ import annotations
+
+import errno
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from medusa_train.inference.errors import UserError
+
+
+@contextmanager
+def reporting_errors(debug: bool) -> Iterator[None]:
+    """Turn errors that a user can mend into one line and exit code 2; anything else keeps its traceback."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        _say("interrupted; the same command goes on from here")
+        sys.exit(130)
+    except Exception as error:
+        message = explain(error)
+        if message is None or debug:
+            raise
+        _say(message)
+        sys.exit(2)
+
+
+def explain(error: Exception) -> str | None:
+    """One line for an error that a user can mend; None for a bug."""
+    if isinstance(error, UserError):
+        return str(error)
+    text = " ".join(str(error).split())
+    if getattr(error, "errno", None) == errno.ENOSPC or "No space left on device" in text:
+        return "the disk is full; free some space, and the same command goes on from here"
+    # torch and safetensors hide the errno of a failed write.
+    if "PytorchStreamWriter failed" in text or "file write failed" in text:
+        return f"a file could not be written ({text[:120]}); is the disk full?"
+    if isinstance(error, PermissionError):
+        return f"no permission to write {error.filename}; use another --out"
+    return None
+
+
+def _say(message: str) -> None:
+    sys.stderr.write(f"medusa-train: {message}\n")

@@ -1,0 +1,73 @@
+"""Tiny random models, made in memory: no network, no files outside pytest's own folders."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+
+from medusa_train.inference import HeadsConfig, MedusaHeads
+
+torch.set_num_threads(1)
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+SMALL = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+}
+
+
+def make_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> PreTrainedModel:
+    """A random fp32 Llama whose logits are spread enough that greedy decoding has no near-ties."""
+    torch.manual_seed(seed)
+    config = LlamaConfig(vocab_size=vocab_size, initializer_range=0.3, **(SMALL | changes))
+    return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+def random_heads(hidden_size: int = 32, vocab_size: int = 64, num_heads: int = 3, seed: int = 0) -> MedusaHeads:
+    """Heads with random weights: they draft nonsense, which must never change what is decoded."""
+    torch.manual_seed(seed)
+    heads = MedusaHeads(HeadsConfig(num_heads, 1, hidden_size, vocab_size))
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
+    return heads.requires_grad_(False)
+
+
+@pytest.fixture
+def tiny_llama() -> PreTrainedModel:
+    return make_llama()
+
+
+@pytest.fixture(scope="session")
+def tiny_chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A saved tiny Llama with a byte-level chat tokenizer whose padding token is its end token."""
+    folder = tmp_path_factory.mktemp("tiny-chat")
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    special = ["<|im_start|>", "<|im_end|>"]
+    trainer = trainers.BpeTrainer(
+        vocab_size=512, special_tokens=special, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(["user assistant system the cat sat on the mat and what is this ?"] * 20, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|im_end|>", pad_token="<|im_end|>")
+    fast.chat_template = CHATML
+    fast.save_pretrained(folder)
+    end = fast.convert_tokens_to_ids("<|im_end|>")
+    make_llama(vocab_size=512, eos_token_id=end, pad_token_id=end, bos_token_id=None).save_pretrained(folder)
+    return folder

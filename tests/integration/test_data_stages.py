@@ -1,0 +1,376 @@
+"""Prompts, answers and hidden states of a tiny model: against plain loops, and after a kill."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from medusa_train.data import distill as distill_module
+from medusa_train.data import prompts as prompts_module
+from medusa_train.data.chat import load_chat_tokenizer, render_prompt
+from medusa_train.data.dataset import IGNORED, HeadsDataset
+from medusa_train.data.distill import distill, take_conversations
+from medusa_train.data.hidden_states import hidden_states_of, read_cache, write_cache
+from medusa_train.data.prompts import normalized, synthesize_prompts
+from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
+from medusa_train.inference import UserError, load_backbone
+from medusa_train.recipe import DataSection
+
+PROMPTS = [Prompt.of([{"role": "user", "content": f"what is {'the ' * (i % 7)}{i} ?"}]) for i in range(14)]
+BF16 = {"rtol": 2**-7, "atol": 1e-5}  # how exactly the cache keeps an fp32 state
+# What many templates begin with.
+STRICT = (
+    "{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate') }}{% endif %}{% endfor %}"
+)
+SHARES = {"calibration_share": 0.3, "heldout_share": 0.3}
+
+
+@pytest.fixture
+def backbone(tiny_chat_folder):
+    """A tiny model that ends some answers early: an eighth of its tokens are end tokens."""
+    backbone = load_backbone(str(tiny_chat_folder), dtype="float32", device="cpu")
+    backbone.model.generation_config.eos_token_id = list(range(1, 512, 8))
+    return backbone
+
+
+@pytest.fixture
+def tokenizer(tiny_chat_folder):
+    return load_chat_tokenizer(str(tiny_chat_folder))
+
+
+def run_distill(backbone, tokenizer, path, prompts=PROMPTS, answer_tokens=None, max_new_tokens=8):
+    distill(backbone, tokenizer, prompts, path, answer_tokens, max_new_tokens, batch_size=4, **SHARES)
+    return read_rows(path)
+
+
+def row(input_ids, spans, name="row"):
+    return Row(name, "train", [], list(input_ids), spans, "stop")
+
+
+def random_rows(count, vocab_size, seed=0):
+    """Rows of different lengths with one or two spans; the first begins at the first token."""
+    generator = torch.Generator().manual_seed(seed)
+    rows = []
+    for i in range(count):
+        ids = torch.randint(0, vocab_size, (10 + 3 * i,), generator=generator).tolist()
+        spans = [(0, 4), (6, 10)] if i == 0 else [(2 + i, 5 + i), (7 + i, len(ids))][: 1 + i % 2]
+        rows.append(row(ids, spans, str(i)))
+    return rows
+
+
+def states_alone(backbone, ids):
+    """Hidden states of one unpadded sequence, by the model's own forward pass."""
+    with torch.inference_mode():
+        return backbone.model(input_ids=torch.tensor([ids]), output_hidden_states=True).hidden_states[-1][0]
+
+
+def greedy_alone(backbone, ids, max_new_tokens):
+    """Greedy continuation of one unpadded prompt, without a cache."""
+    ids, answer = list(ids), []
+    with torch.inference_mode():
+        while len(answer) < max_new_tokens and not (answer and answer[-1] in backbone.eos_token_ids):
+            answer.append(int(backbone.model(input_ids=torch.tensor([ids + answer])).logits[0, -1].argmax()))
+    return answer
+
+
+# Hidden states
+
+
+def test_hidden_states_of_a_batch_are_those_of_its_rows_alone(backbone):
+    rows = random_rows(3, backbone.vocab_size)
+    alone = [states_alone(backbone, row.input_ids) for row in rows]
+    for _ in range(2):
+        together = hidden_states_of(backbone, rows)
+        assert [len(states) for states in together] == [len(row.input_ids) for row in rows]
+        for ours, theirs in zip(together, alone, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+        singles = [hidden_states_of(backbone, [row])[0] for row in rows]
+        for ours, theirs in zip(together, singles, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
+def test_the_cache_keeps_the_state_before_every_learnt_token(backbone, tmp_path, batch_tokens):
+    rows = random_rows(5, backbone.vocab_size)
+    write_cache(backbone, rows, tmp_path, batch_tokens, rows_per_shard=2, name="test")
+    shards = read_cache(tmp_path)
+    assert len(shards) == 3
+    for number, shard in enumerate(shards):
+        entry = 0
+        for row in rows[2 * number : 2 * number + 2]:
+            with torch.inference_mode():
+                next_tokens = backbone.model(input_ids=torch.tensor([row.input_ids])).logits[0].argmax(-1)
+            states = states_alone(backbone, row.input_ids)
+            for start, end in row.spans:
+                places = range(max(start, 1), end)  # nothing stands before the first token of a text
+                for place in places:
+                    state = shard.hidden[entry]
+                    assert shard.tokens[entry] == row.input_ids[place]
+                    assert shard.ends[entry] == entry + (end - place)
+                    torch.testing.assert_close(state.float(), states[place - 1], **BF16)
+                    assert backbone.logits(state.float()).argmax() == next_tokens[place - 1]
+                    entry += 1
+        assert entry == len(shard.tokens) == len(shard.hidden) == len(shard.ends)
+
+
+def test_head_k_at_position_t_learns_the_token_at_t_plus_k_plus_1(backbone, tmp_path):
+    ids, (start, end) = list(range(100, 130)), (10, 28)
+    write_cache(backbone, [row(ids, [(start, end)])], tmp_path, 1000, rows_per_shard=1, name="test")
+    states = states_alone(backbone, ids)
+    dataset = HeadsDataset(read_cache(tmp_path), num_heads=3)
+    assert len(dataset) == end - start - 1
+    for index, t in enumerate(range(start - 1, end - 2)):
+        sample = dataset[index]
+        targets = [t + k + 1 for k in (1, 2, 3)]
+        torch.testing.assert_close(sample["hidden"].float(), states[t], **BF16)
+        assert sample["labels"].tolist() == [ids[target] if target < end else IGNORED for target in targets]
+        for k in (k for k in (1, 2, 3) if t + k + 1 < end):
+            torch.testing.assert_close(sample["teacher_hidden"][k - 1].float(), states[t + k], **BF16)
+
+
+def test_a_resumed_cache_keeps_whole_shards_and_makes_the_missing_one(backbone, tmp_path):
+    rows = random_rows(5, backbone.vocab_size)
+
+    def content():
+        write_cache(backbone, rows, tmp_path, 40, rows_per_shard=2, name="test")
+        return {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+
+    whole = content()
+    assert list(whole) == [f"shard-0000{i}.safetensors" for i in range(3)]
+    (tmp_path / "shard-00001.safetensors").unlink()
+    kept = tmp_path / "shard-00000.safetensors"
+    kept.write_bytes(b"kept as it is")
+    assert content() == whole | {kept.name: b"kept as it is"}
+
+
+def test_a_kill_while_a_shard_is_written_leaves_none_behind(backbone, tmp_path, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("os.fsync", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            write_cache(backbone, random_rows(1, 64), tmp_path, 40, rows_per_shard=2, name="test")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="holds no hidden states"):
+        read_cache(tmp_path)
+
+
+# Distillation
+
+
+def test_answers_are_the_models_own_greedy_tokens(backbone, tokenizer, tmp_path):
+    rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
+    assert sorted(row.id for row in rows) == sorted(prompt.id for prompt in PROMPTS)
+    messages = {prompt.id: prompt.messages for prompt in PROMPTS}
+    for row in rows:
+        prompt = render_prompt(tokenizer, messages[row.id])
+        answer = greedy_alone(backbone, prompt, max_new_tokens=8)
+        assert row.messages == messages[row.id]
+        assert row.input_ids == prompt + answer
+        assert row.spans == [(len(prompt), len(prompt) + len(answer))]
+        assert row.finish_reason == ("stop" if answer[-1] in backbone.eos_token_ids else "length")
+    assert {row.finish_reason for row in rows} == {"stop", "length"}
+
+
+# Where the file ends after the kill: in which row, and after what share of its line (newline excluded).
+@pytest.mark.parametrize(("whole_rows", "share"), [(0, 0.5), (4, 0.01), (5, 0.5), (6, 0.0), (6, 1.0), (13, 0.9)])
+def test_distilling_on_after_a_kill_gives_the_rows_of_an_unbroken_run(backbone, tokenizer, tmp_path, whole_rows, share):
+    path = tmp_path / "rows.jsonl"
+    unbroken = run_distill(backbone, tokenizer, path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    torn = lines[whole_rows][: int(share * (len(lines[whole_rows]) - 1))]
+    path.write_bytes(b"".join(lines[:whole_rows]) + torn)
+    assert run_distill(backbone, tokenizer, path) == unbroken
+    assert path.read_bytes() == b"".join(lines)
+
+
+@pytest.mark.parametrize("whole_rows", range(1, 13))
+def test_a_token_budget_is_met_by_the_same_rows_after_a_kill(backbone, tokenizer, tmp_path, whole_rows):
+    path = tmp_path / "rows.jsonl"
+    unbroken = run_distill(backbone, tokenizer, path, answer_tokens=45)
+    assert len(unbroken) == 12 < len(PROMPTS)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:whole_rows]))
+    assert run_distill(backbone, tokenizer, path, answer_tokens=45) == unbroken
+
+
+def test_a_finished_run_generates_nothing_again(backbone, tokenizer, tmp_path, monkeypatch):
+    path = tmp_path / "rows.jsonl"
+    unbroken = run_distill(backbone, tokenizer, path)
+    monkeypatch.setattr(distill_module, "generate_batch", None)
+    assert run_distill(backbone, tokenizer, path) == unbroken
+
+
+def test_other_prompts_do_not_move_a_prompt_to_another_split(backbone, tokenizer, tmp_path):
+    few = run_distill(backbone, tokenizer, tmp_path / "few.jsonl", PROMPTS[:9], max_new_tokens=1)
+    many = run_distill(backbone, tokenizer, tmp_path / "many.jsonl", PROMPTS[::-1], max_new_tokens=1)
+    splits = {row.id: row.split for row in many}
+    assert {row.id: row.split for row in few}.items() <= splits.items()
+    assert set(splits.values()) == {"train", "calibration", "heldout"}
+
+
+def test_stopping_early_leaves_no_measuring_split_empty(backbone, tokenizer, tmp_path):
+    every = run_distill(backbone, tokenizer, tmp_path / "every.jsonl", max_new_tokens=1)
+    measuring = {row.id for row in every if row.split != "train"}
+    budget = run_distill(
+        backbone, tokenizer, tmp_path / "budget.jsonl", answer_tokens=len(measuring) + 1, max_new_tokens=1
+    )
+    assert measuring < {row.id for row in budget}
+    assert len(budget) < len(PROMPTS)
+
+
+@pytest.mark.parametrize("split", ["train", "calibration", "heldout"])
+def test_a_split_without_prompts_is_an_error_whose_advice_can_be_followed(backbone, tokenizer, tmp_path, split):
+    prompts = [prompt for prompt in PROMPTS if split_of(prompt.id, **SHARES) != split]
+    with pytest.raises(UserError, match=f"no row fell into the {split} split") as caught:
+        run_distill(backbone, tokenizer, tmp_path / "rows.jsonl", prompts, max_new_tokens=1)
+    assert set(re.findall(r"data\.(\w+)", str(caught.value))) <= DataSection.model_fields.keys()
+
+
+def test_a_prompt_that_the_template_refuses_does_not_stop_the_others(backbone, tokenizer, tmp_path):
+    tokenizer.chat_template = STRICT + tokenizer.chat_template
+    refused = Prompt.of([{"role": "user", "content": "what"}, {"role": "user", "content": "is this ?"}])
+    rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl", [*PROMPTS, refused], max_new_tokens=1)
+    assert sorted(row.id for row in rows) == sorted(prompt.id for prompt in PROMPTS)
+
+
+# Conversations
+
+
+def conversation(i, answers=("the cat",)):
+    question = {"role": "user", "content": f"what is {i} ?"}
+    return [message for text in answers for message in (question, {"role": "assistant", "content": text})]
+
+
+def run_conversations(tokenizer, tmp_path, conversations, max_length=4096):
+    source = tmp_path / "conversations.jsonl"
+    source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
+    path = tmp_path / "rows.jsonl"
+    take_conversations(tokenizer, str(source), "train", path, max_length, **SHARES)
+    return read_rows(path)
+
+
+@pytest.fixture(autouse=True)
+def _conversions_stay_here(monkeypatch, tmp_path):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+
+
+def learnt(tokenizer, row):
+    return [tokenizer.decode(row.input_ids[start:end]) for start, end in row.spans]
+
+
+def test_answers_of_given_conversations_are_learnt(tokenizer, tmp_path):
+    conversations = [conversation(i, ("the cat", "on the mat")) for i in range(12)]
+    rows = run_conversations(tokenizer, tmp_path, conversations)
+    assert [row.messages for row in rows] == [messages[:1] for messages in conversations]
+    assert all(learnt(tokenizer, row) == ["the cat<|im_end|>", "on the mat<|im_end|>"] for row in rows)
+    assert {row.finish_reason for row in rows} == {"given"}
+
+
+def test_a_long_conversation_is_cut_and_its_spans_with_it(tokenizer, tmp_path):
+    conversations = [conversation(i, ("the cat", "on the mat")) for i in range(10, 22)]
+    whole = run_conversations(tokenizer, tmp_path, conversations)
+    (_, first_end), (second_start, second_end) = whole[0].spans
+    assert all(row.spans == whole[0].spans for row in whole)
+    for max_length, second in [(second_end - 1, [(second_start, second_end - 1)]), (second_start, []), (first_end, [])]:
+        cut = run_conversations(tokenizer, tmp_path, conversations, max_length)
+        assert [row.input_ids for row in cut] == [row.input_ids[:max_length] for row in whole]
+        assert all(row.spans == [whole[0].spans[0], *second] for row in cut)
+
+
+def test_conversations_without_an_answer_are_left_out_and_counted(tokenizer, tmp_path, capsys):
+    good = [conversation(i) for i in range(12)]
+    rows = run_conversations(tokenizer, tmp_path, [conversation(99)[:1], *good, conversation(98)[:1]])
+    assert [row.messages for row in rows] == [messages[:1] for messages in good]
+    assert "2 conversations without an assistant token were left out" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("place", [0, 5])
+def test_a_conversation_that_the_template_refuses_does_not_stop_the_others(tokenizer, tmp_path, place):
+    tokenizer.chat_template = STRICT + tokenizer.chat_template
+    good = [conversation(i) for i in range(12)]
+    bad = [conversation(99)[0], *conversation(98)]
+    rows = run_conversations(tokenizer, tmp_path, [*good[:place], bad, *good[place:]])
+    assert [row.messages for row in rows] == [messages[:1] for messages in good]
+
+
+def test_answers_to_one_question_stand_on_one_side_of_the_split(tokenizer, tmp_path):
+    conversations = [conversation(i, (answer,)) for i in range(12) for answer in ("the cat", "the mat", "this")]
+    rows = run_conversations(tokenizer, tmp_path, conversations)
+    assert len(rows) == 36
+    sides = {}
+    for row in rows:
+        sides.setdefault(row.messages[0]["content"], set()).add(row.split)
+    assert all(len(splits) == 1 for splits in sides.values())
+    assert {split for splits in sides.values() for split in splits} == {"train", "calibration", "heldout"}
+
+
+def test_no_usable_conversation_is_an_error(tokenizer, tmp_path):
+    with pytest.raises(UserError, match="none of 2 records has an assistant turn"):
+        run_conversations(tokenizer, tmp_path, [conversation(i)[:1] for i in range(2)])
+
+
+# Synthesized prompts
+
+
+@pytest.fixture
+def writer(backbone):
+    """The same model with few end tokens, so that a turn has some words before it ends."""
+    backbone.model.generation_config.eos_token_id = list(range(1, 512, 100))
+    return backbone
+
+
+def run_synthesis(writer, tokenizer, path, count=12, max_tokens=100, top_k=0, seed=3):
+    synthesize_prompts(
+        writer, tokenizer, path, count, max_tokens, temperature=1.5, top_k=top_k, batch_size=8, seed=seed
+    )
+    return read_prompts(path)
+
+
+def test_synthesized_prompts_depend_on_the_seed_alone(writer, tokenizer, tmp_path):
+    first = run_synthesis(writer, tokenizer, tmp_path / "first.jsonl")
+    torch.rand(5)  # the state of the global generator does not matter
+    assert run_synthesis(writer, tokenizer, tmp_path / "second.jsonl") == first
+    other = run_synthesis(writer, tokenizer, tmp_path / "other.jsonl", seed=4)
+    assert not {prompt.id for prompt in first} & {prompt.id for prompt in other}
+
+
+def test_synthesized_prompts_are_whole_distinct_user_turns(writer, tokenizer, tmp_path):
+    prompts = run_synthesis(writer, tokenizer, tmp_path / "prompts.jsonl")
+    assert len({normalized(prompt) for prompt in prompts}) == len(prompts) == 12
+    for prompt in prompts:
+        assert [message["role"] for message in prompt.messages] == ["user"]
+        assert len(prompt.messages[0]["content"].split()) >= 4
+        assert "<|im_" not in prompt.messages[0]["content"]
+
+
+@pytest.mark.parametrize(("whole_rows", "share"), [(0, 0.5), (3, 0.5), (9, 0.0), (11, 0.9)])
+def test_synthesis_goes_on_after_a_kill_as_if_unbroken(writer, tokenizer, tmp_path, whole_rows, share):
+    path = tmp_path / "prompts.jsonl"
+    unbroken = run_synthesis(writer, tokenizer, path)
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join(lines[:whole_rows]) + lines[whole_rows][: int(share * len(lines[whole_rows]))])
+    assert run_synthesis(writer, tokenizer, path) == unbroken
+
+
+@pytest.mark.parametrize("max_tokens", [4, 100])
+def test_a_model_that_writes_no_usable_prompts_is_given_up_on(writer, tokenizer, tmp_path, max_tokens):
+    """Turns of 4 tokens are too short; with top_k=1 all turns are the same."""
+    top_k = 0 if max_tokens == 4 else 1
+    with pytest.raises(UserError, match=r"wrote only [01] usable prompts of the 12 wanted; lower data\.num_prompts"):
+        run_synthesis(writer, tokenizer, tmp_path / "prompts.jsonl", max_tokens=max_tokens, top_k=top_k)
+
+
+def test_a_turn_that_never_ends_is_no_prompt(writer, tokenizer, tmp_path, monkeypatch):
+    text = tokenizer("the cat sat on the mat", add_special_tokens=False)["input_ids"]
+    end = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
+    monkeypatch.setattr(prompts_module, "generate_batch", lambda *arguments, **keywords: [text, text + end])
+    assert len(run_synthesis(writer, tokenizer, tmp_path / "ended.jsonl", count=1)) == 1
+
+    monkeypatch.setattr(prompts_module, "generate_batch", lambda *arguments, **keywords: [text, text])
+    with pytest.raises(UserError, match="wrote only 0 usable prompts"):
+        run_synthesis(writer, tokenizer, tmp_path / "fragments.jsonl", count=1)
+    assert read_prompts(tmp_path / "fragments.jsonl") == []

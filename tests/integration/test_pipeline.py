@@ -1,0 +1,201 @@
+"""Every stage on a tiny model: the whole run, interrupted anywhere, gives what an unbroken run gives."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+import medusa_train.data.distill
+import medusa_train.data.hidden_states
+from medusa_train.data.hidden_states import read_cache
+from medusa_train.eval.acceptance import replay, token_ranks
+from medusa_train.inference import MedusaModel, UserError
+from medusa_train.recipe import load_recipe
+from medusa_train.stages import STAGES, Job, run_stages
+
+WORDS = ["what", "is", "the", "cat", "on", "mat", "and", "this", "that", "sat", "user", "system"]
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tiny_chat_folder):
+    prompts = tmp_path / "prompts.jsonl"
+    texts = {" ".join(WORDS[(i * j) % len(WORDS)] for j in range(1, 4 + i % 5)) for i in range(60)}
+    prompts.write_text("".join(json.dumps({"prompt": f"{text} ?"}) + "\n" for text in sorted(texts)))
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "backbone": {"source": str(tiny_chat_folder), "dtype": "float32", "device": "cpu"},
+        "heads": {"num_heads": 2, "num_layers": 1, "draft_vocab_size": 128},
+        "data": {
+            "prompts": str(prompts), "num_prompts": None, "max_new_tokens": 12, "batch_size": 8,
+            "calibration_share": 0.2, "heldout_share": 0.2,
+        },
+        "training": {"num_train_epochs": 2, "per_device_train_batch_size": 32, "save_steps": 4, "logging_steps": 4},
+        "inference": {"tree_sizes": [1, 4], "step_time_rounds": 1, "step_time_steps": 2},
+        "eval": {"num_prompts": 3, "max_new_tokens": 10, "repeats": 2},
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+def run(recipe_file, *overrides, stages=tuple(STAGES), overwrite=False):
+    job = Job(load_recipe(recipe_file, overrides))
+    run_stages(job, stages, overwrite)
+    return job
+
+
+def test_the_whole_run(recipe_file):
+    job = run(recipe_file)
+    report = json.loads((job.folder.path / "report.json").read_text())
+    acceptance = report["acceptance"]
+    emitted = sum(int(size) * steps for size, steps in acceptance["histogram"].items())
+    assert acceptance["emitted_by_steps"] == emitted
+    assert acceptance["tokens_per_step"] == pytest.approx(emitted / acceptance["steps"])
+    assert report["losslessness"]["over_plain"] == {"identical_share": 1, "differences": []}
+    assert report["losslessness"]["over_generate"]["identical_share"] == 1
+    html = (job.folder.path / "report.html").read_text()
+    assert html.count("<svg") == 3
+    assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
+        "http://creativecommons.org", ""
+    ), "the report must not load anything"
+    assert (job.folder.heads / "README.md").read_text().startswith("---\nlibrary_name")
+    # No held-out prompt was trained on.
+    ids = {split: {row.id for row in job.rows(split)} for split in ("train", "calibration", "heldout")}
+    assert not ids["heldout"] & (ids["train"] | ids["calibration"])
+    # The heads folder stands alone: it names its backbone.
+    model = MedusaModel.from_pretrained(job.folder.heads, dtype="float32")
+    assert model.tree.size == report["setting"]["tree_size"]
+    # A second run does nothing.
+    before = {path: path.stat().st_mtime_ns for path in job.folder.path.rglob("*") if path.is_file()}
+    run(recipe_file)
+    assert before == {path: path.stat().st_mtime_ns for path in job.folder.path.rglob("*") if path.is_file()}
+
+
+def test_replay_of_the_cache_predicts_what_decoding_measures(recipe_file):
+    """Ranks from cached states and a real run of the same prompts must agree step for step."""
+    job = run(recipe_file)
+    model = job.medusa_model()
+    rows = job.rows("train")
+    shards = read_cache(job.folder.stage("cache") / "train")
+    predicted = replay(token_ranks(model, shards), model.tree)
+    emitted = []
+    for row in rows:
+        prompt = torch.tensor(row.input_ids[: row.spans[0][0]])
+        out = model.generate(prompt, max_new_tokens=12)
+        assert out.sequences[0].tolist() == row.input_ids
+        emitted += out.stats.emitted
+    # Cached states are bf16, decoding is fp32: a near-tie between two ranks may fall either way.
+    same = sum(a == b for a, b in zip(predicted.emitted, emitted, strict=False))
+    assert predicted.tokens_per_step == pytest.approx(sum(emitted) / len(emitted), abs=0.05)
+    assert same > 0.8 * len(emitted)
+    assert predicted.tokens_per_step > 1.2, "these heads learnt nothing, so the comparison says nothing"
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the code under test may catch it."""
+
+
+def interrupt(monkeypatch, module, name, calls):
+    """Let the ``calls``-th call of a function die."""
+    original, count = getattr(module, name), iter(range(calls))
+
+    def dying(*args, **kwargs):
+        if next(count, None) is None:
+            raise Killed
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(module, name, dying)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "calls"),
+    [
+        (medusa_train.data.distill, "generate_batch", 2),
+        (medusa_train.data.hidden_states, "write_tensors", 1),
+        (torch.optim.AdamW, "step", 6),
+    ],
+)
+def test_an_interrupted_run_goes_on_to_the_same_result(recipe_file, monkeypatch, module, name, calls):
+    unbroken = run(recipe_file, f"output_dir={recipe_file.parent / 'unbroken'}", stages=list(STAGES)[:4])
+    with monkeypatch.context() as patch:
+        interrupt(patch, module, name, calls)
+        with pytest.raises(Killed):
+            run(recipe_file, stages=list(STAGES)[:4])
+    resumed = run(recipe_file, stages=list(STAGES)[:4])
+    rows = [(job.folder.stage("distill") / "rows.jsonl").read_text() for job in (unbroken, resumed)]
+    assert rows[0] == rows[1]
+    ours, theirs = (load_file(job.folder.heads / "medusa_lm_head.safetensors") for job in (resumed, unbroken))
+    for tensor in theirs:
+        assert torch.equal(ours[tensor], theirs[tensor]), tensor
+
+
+def test_training_moves_heads_and_leaves_the_backbone_alone(recipe_file, tiny_chat_folder):
+    before = load_file(tiny_chat_folder / "model.safetensors")
+    job = run(recipe_file, stages=list(STAGES)[:4])
+    result = job.folder.result("train")["result"]
+    assert result["last_loss"] < result["first_loss"]
+    after = job.backbone.model.get_input_embeddings().weight
+    assert torch.equal(after, before["model.embed_tokens.weight"])
+    tensors = load_file(job.folder.heads / "medusa_lm_head.safetensors")
+    for head in range(2):
+        assert float(tensors[f"{head}.0.linear.weight"].abs().sum()) > 0
+        assert float(tensors[f"{head}.0.linear.bias"].abs().sum()) > 0
+
+
+def test_a_torn_checkpoint_is_not_trusted(recipe_file, monkeypatch):
+    with monkeypatch.context() as patch:
+        interrupt(patch, torch.optim.AdamW, "step", 10)
+        with pytest.raises(Killed):
+            run(recipe_file, stages=list(STAGES)[:4])
+    folder = load_recipe(recipe_file).output_dir
+    newest = max(os.listdir(f"{folder}/train"), key=lambda name: name.startswith("checkpoint") and int(name[11:]))
+    state = f"{folder}/train/{newest}/trainer_state.json"
+    with open(state, "r+") as file:
+        file.truncate(20)
+    run(recipe_file, stages=list(STAGES)[:4])
+    assert not Path(state).exists() or json.loads(Path(state).read_text())
+
+
+def test_stages_alone_say_what_is_missing(recipe_file):
+    with pytest.raises(UserError, match="no finished distill stage; run medusa-train distill first"):
+        run(recipe_file, stages=["cache"])
+
+
+def test_conversations_from_a_file_are_learnt_as_they_are(recipe_file, tmp_path):
+    talks = tmp_path / "talks.jsonl"
+    records = [
+        {"messages": [
+            {"role": "user", "content": f"what {word} ?"},
+            {"role": "assistant", "content": f"the {word} sat on the mat"},
+        ]}
+        for word in WORDS
+    ] + [{"messages": [{"role": "user", "content": "nobody answers"}]}]  # fmt: skip
+    talks.write_text("".join(json.dumps(record) + "\n" for record in records))
+    job = run(recipe_file, f"data.conversations={talks}", stages=["prompts", "distill", "cache"])
+    rows = [row for split in ("train", "calibration", "heldout") for row in job.rows(split)]
+    assert len(rows) == len(WORDS)
+    for row in rows:
+        (start, end), ids = row.spans[0], row.input_ids
+        assert job.tokenizer.decode(ids[start:end]).endswith("sat on the mat<|im_end|>")
+
+
+def test_training_through_accelerate_launch_gives_the_same_heads(recipe_file):
+    here = run(recipe_file, f"output_dir={recipe_file.parent / 'here'}", stages=list(STAGES)[:4])
+    job = run(recipe_file, stages=list(STAGES)[:3])
+    command = [
+        sys.executable, "-m", "accelerate.commands.launch", "--cpu", "--num_processes", "1", "--mixed_precision", "no",
+        "--dynamo_backend", "no", "--num_machines", "1", "-m", "medusa_train.train", str(recipe_file),
+    ]  # fmt: skip
+    done = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"}, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    ours, theirs = (load_file(j.folder.heads / "medusa_lm_head.safetensors") for j in (job, here))
+    for tensor in theirs:
+        assert torch.allclose(ours[tensor], theirs[tensor], atol=1e-6), tensor

@@ -1,0 +1,138 @@
+"""Heads on disk: exact round trip, names that engines read, and errors that name the tensor."""
+
+import json
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from conftest import make_llama, random_heads
+from medusa_train.inference import HeadsConfig, MedusaHeads, MedusaModel, Tree, UserError
+from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.checkpoint import load_heads, save_heads
+
+WEIGHTS = "medusa_lm_head.safetensors"
+
+
+@pytest.fixture
+def saved(tmp_path):
+    save_heads(tmp_path, random_heads(), Backbone.wrap(make_llama(), "base"), Tree.chain(2))
+    return tmp_path
+
+
+def edit_config(folder, **changes):
+    config = json.loads((folder / "config.json").read_text())
+    for key, value in changes.items():
+        if value is None:
+            del config[key]
+        else:
+            config[key] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def edit_tensors(folder, change):
+    tensors = load_file(folder / WEIGHTS)
+    change(tensors)
+    save_file({name: tensor.clone() for name, tensor in tensors.items()}, folder / WEIGHTS)
+
+
+def test_round_trip_is_exact(saved):
+    checkpoint = load_heads(saved)
+    for name, tensor in random_heads().state_dict().items():
+        assert torch.equal(checkpoint.heads.state_dict()[name], tensor), name
+    assert checkpoint.tree == Tree.chain(2)
+    assert checkpoint.backbone_source == "base"
+
+
+def test_a_reduced_vocabulary_round_trips(tmp_path):
+    heads = MedusaHeads(HeadsConfig(2, 1, 8, 64, draft_vocab_size=4), torch.tensor([3, 9, 40, 63]))
+    heads.save_pretrained(tmp_path)
+    again = MedusaHeads.from_pretrained(tmp_path)
+    assert again.draft_token_ids.tolist() == [3, 9, 40, 63]
+    assert again.config == heads.config
+
+
+def test_names_and_config_are_those_that_engines_read(saved):
+    assert set(load_file(saved / WEIGHTS)) == {
+        f"{head}.{name}" for head in range(3) for name in ("0.linear.weight", "0.linear.bias", "1.weight")
+    }
+    config = json.loads((saved / "config.json").read_text())
+    assert "architectures" not in config  # TGI would take the folder for a whole model
+    assert config["medusa_num_heads"] == config["num_medusa_heads"] == 3
+    assert config["medusa_fc_bias"] is True
+
+
+@pytest.mark.parametrize("count", [2, 5])
+def test_a_head_count_that_disagrees_with_the_tensors(saved, count):
+    edit_config(saved, medusa_num_heads=count)
+    with pytest.raises(UserError, match=f"holds 3 heads, but config.json says {count}"):
+        load_heads(saved)
+
+
+def test_a_missing_head_count(saved):
+    edit_config(saved, medusa_num_heads=None)
+    with pytest.raises(UserError, match="medusa_num_heads is missing"):
+        load_heads(saved)
+
+
+def test_a_layer_count_that_disagrees(saved):
+    edit_config(saved, medusa_num_layers=2)
+    with pytest.raises(UserError, match="holds 1 layers a head"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda t: t.pop("1.0.linear.bias"), "tensor 1.0.linear.bias is missing"),
+        (lambda t: t.update({"0.surplus": torch.zeros(1)}), "tensor 0.surplus does not belong"),
+        (lambda t: t.update({"2.1.weight": torch.zeros(64, 31)}), r"2.1.weight has shape \(64, 31\)"),
+        (lambda t: t.update({"0.1.weight": torch.zeros(0, 32)}), r"0.1.weight has shape \(0, 32\)"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(saved, change, message):
+    edit_tensors(saved, change)
+    with pytest.raises(UserError, match=message):
+        load_heads(saved)
+
+
+def test_a_damaged_file(saved):
+    (saved / WEIGHTS).write_bytes((saved / WEIGHTS).read_bytes()[:100])
+    with pytest.raises(UserError, match="is damaged"):
+        load_heads(saved)
+
+
+def test_an_empty_parameter_is_not_saved(tmp_path):
+    heads = random_heads()
+    heads.heads[1][1].weight = torch.nn.Parameter(torch.empty(0))
+    with pytest.raises(UserError, match=r"1\.1\.weight is empty"):
+        heads.save_pretrained(tmp_path)
+    assert not (tmp_path / WEIGHTS).exists()
+
+
+def test_heads_of_another_backbone_of_the_same_shape_are_refused(saved):
+    with pytest.raises(UserError, match="trained on another backbone"):
+        MedusaModel.from_pretrained(saved, make_llama(seed=5))
+    half = MedusaModel.from_pretrained(saved, make_llama().to(torch.bfloat16))  # the same model, rounded
+    assert half.heads.heads[0][1].weight.dtype == torch.bfloat16
+
+
+def test_heads_of_another_vocabulary_are_refused(saved):
+    with pytest.raises(UserError, match="vocabulary 64, this one has 32 and 96"):
+        MedusaModel.from_pretrained(saved, make_llama(vocab_size=96))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_fresh_heads_equal_the_backbone_and_leave_it_alone(tmp_path, tied):
+    model = make_llama(tie_word_embeddings=tied)
+    backbone = Backbone.wrap(model)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    heads = MedusaHeads.for_backbone(backbone, HeadsConfig(3, 2, 32, 64))
+    hidden = backbone.hidden_states(torch.tensor([[5, 6, 7]]))
+    for head in range(3):
+        assert torch.equal(heads(hidden, head), backbone.logits(hidden))
+    heads.save_pretrained(tmp_path)
+    with torch.no_grad():
+        heads.heads[0][-1].weight.zero_()
+    assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
+    assert len(load_file(tmp_path / WEIGHTS)) == 3 * 5
