@@ -21,7 +21,7 @@ check: $(VENV)/.medusa-train-dev
 	rm -rf build/check build/lib build/bdist.*
 	$(BIN)/pip install --quiet --no-deps --target build/check .
 	MYPYPATH=build/check $(BIN)/mypy --config-file pyproject.toml -p medusa_train
-	PYTHONPATH=build/check $(BIN)/lint-imports
+	cd build/check && $(abspath $(BIN))/lint-imports --config ../../pyproject.toml
 
 docs: $(VENV)/.medusa-train-dev
 	$(BIN)/mkdocs build --quiet --strict

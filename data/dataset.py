@@ -17,9 +17,9 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
     """One sample per cached position that has at least head 1's target.
 
     A sample is ``hidden`` ``(hidden,)``, the heads' input; ``labels`` ``(K,)``, the tokens that heads 1..K should
-    predict, ``IGNORED`` past the end of the answer; ``teacher_hidden`` ``(K, hidden)``, the states whose projections are the
-    backbone's own distributions at those tokens. Samples are fetched a batch at a time (`__getitems__`), since picking
-    single positions from memory-mapped shards would cost more than training on them.
+    predict, ``IGNORED`` past the end of the answer; ``teacher_hidden`` ``(K, hidden)``, the states whose projections
+    are the backbone's own distributions at those tokens. Samples are fetched a batch at a time (`__getitems__`), since
+    picking single positions from memory-mapped shards would cost more than training on them.
     """
 
     def __init__(self, shards: Sequence[Shard], num_heads: int) -> None:

@@ -49,7 +49,7 @@ def generate_batch(
     return [cut_at_end(ids, eos_token_ids) for ids in sequences[:, longest:].tolist()]
 
 
-class _TopKSampler(LogitsProcessor):  # type: ignore[misc]
+class _TopKSampler(LogitsProcessor):
     """Draws among the k likeliest tokens and leaves only the drawn one, for greedy search to take.
 
     transformers' own sampling draws noise for the whole vocabulary from the global generator; on a CPU that costs half

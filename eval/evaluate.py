@@ -36,6 +36,7 @@ def evaluate(
     model: MedusaModel,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Tensor],
+    questions: Sequence[str],
     heldout: Sequence[Shard],
     max_new_tokens: int,
     repeats: int,
@@ -44,6 +45,7 @@ def evaluate(
 
     Args:
         prompts: token ids ``(T,)`` of held-out prompts.
+        questions: the same prompts as a person would read them.
         heldout: cached answers to the held-out prompts, for recall and replay.
     """
     ranks = token_ranks(model, heldout)
@@ -111,7 +113,7 @@ def evaluate(
             "over_plain": _lossless(model, prompts, runs["plain"][0], runs["medusa"][0]),
             "over_generate": _lossless(model, prompts, runs["generate"][0], runs["medusa"][0]),
         },
-        "sample": _sample(tokenizer, prompts, runs["medusa"][0]),
+        "sample": _sample(tokenizer, questions, runs["medusa"][0]),
     }
 
 
@@ -162,7 +164,7 @@ def _lossless(
     return {"identical_share": 1 - len(differences) / len(prompts), "differences": differences}
 
 
-def _sample(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Tensor], runs: Sequence[Run]) -> dict[str, Any]:
+def _sample(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
     """A typical generation among the longer half, as pieces for colouring."""
     longer = sorted(range(len(runs)), key=lambda i: -len(runs[i].ids))[: max(1, len(runs) // 2)]
     # The middle one by tokens per step: neither the luckiest nor the unluckiest.
@@ -172,7 +174,7 @@ def _sample(tokenizer: PreTrainedTokenizerBase, prompts: Sequence[Tensor], runs:
         for place, token in enumerate(block.tokens):
             pieces.append({"text": tokenizer.decode([token]), "step": step, "drafted": place < block.drafted})
     return {
-        "prompt": tokenizer.decode(prompts[number], skip_special_tokens=True),
+        "prompt": questions[number],
         "tokens_per_step": runs[number].stats.tokens_per_step,
         "pieces": pieces,
     }

@@ -30,8 +30,8 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         "plots": [
             {"svg": _svg(figure), "caption": caption}
             for figure, caption in (
-                (_by_tree_size(report), "Tree size: expected tokens per step (calibration) and speedup over one-token "
-                 "decoding, from exact counts and step times measured on this device. The ring is the chosen size."),
+                (_by_tree_size(report), "Expected tokens per step and speedup of each tree size, from exact counts on "
+                 "calibration answers and step times measured on this device. The ring is the chosen size."),
                 (_recall(report), "Rank of the token that really came, on held-out answers."),
                 (_histogram(report), "Tokens emitted by a step."),
             )
@@ -97,7 +97,7 @@ def _by_tree_size(report: dict[str, Any]) -> Figure:
     left.set_ylabel("tokens per step", color=GREEN)
     right = left.twinx()
     right.plot(sizes, speedups, "s--", color=BLUE)
-    right.set_ylabel(f"speedup over {sizes[0]} token(s) per pass", color=BLUE)
+    right.set_ylabel(f"expected speedup over size {sizes[0]}", color=BLUE)
     right.spines["top"].set_visible(False)
     chosen = sizes.index(_chosen(report)["size"])
     right.plot([sizes[chosen]], [speedups[chosen]], "o", color=BLUE, markersize=14, fillstyle="none")

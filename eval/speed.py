@@ -60,7 +60,7 @@ def run_arm(model: MedusaModel, arm: str, prompt: Tensor, max_new_tokens: int) -
     """Decode one prompt greedily in one of `ARMS`."""
     if arm == "generate":
         return _run_generate(model, prompt, max_new_tokens)
-    stats, blocks = DecodeStats(), []
+    stats, blocks = DecodeStats(), list[Block]()
     drafter = NoDrafter() if arm == "plain" else model.drafter
     start = first = _now(model)
     for block in model.stream(prompt, max_new_tokens, drafter=drafter, stats=stats):

@@ -87,11 +87,12 @@ class Backbone:
 
     @property
     def device(self) -> torch.device:
-        return self.model.device
+        return torch.device(self.model.device)
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.model.dtype
+        dtype: torch.dtype = self.model.dtype
+        return dtype
 
     @property
     def max_positions(self) -> int | None:
@@ -151,7 +152,8 @@ class Backbone:
                 "load the backbone with its lm_head unquantized (llm_int8_skip_modules / modules_to_not_convert)"
             )
         rows = weight if token_ids is None else weight[token_ids.to(weight.device)]
-        return rows.detach().clone().contiguous()
+        copied: Tensor = rows.detach().clone().contiguous()
+        return copied
 
     def check_probe(self, probe: tuple[float, ...] | None, where: str) -> None:
         """Refuse heads that were trained on another backbone.

@@ -156,7 +156,8 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
     needed = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
     if missing := [key for key in needed if not isinstance(content.get(key), int)]:
         raise UserError(f"{path}: {missing[0]} is missing or not a whole number")
-    config = HeadsConfig(*(content[key] for key in needed), draft_vocab_size=content.get("draft_vocab_size", 0))
+    num_heads, num_layers, hidden_size, vocab_size = (int(content[key]) for key in needed)
+    config = HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, int(content.get("draft_vocab_size", 0)))
     return config, content
 
 

@@ -198,12 +198,13 @@ def run_eval(job: Job) -> dict[str, Any]:
     """Measure on held-out prompts; write ``report.json``, ``report.html`` and the model card."""
     section, folder = job.recipe.eval, job.folder
     folder.begin("eval")
-    made = {stage: folder.result(stage) for stage in ("prompts", "distill", "train", "tree")}
-    rows = job.rows("heldout")
+    made = {stage: folder.result(stage) for stage in ("prompts", "distill", "cache", "train", "tree")}
+    rows = job.rows("heldout")[: section.num_prompts]
     measured = evaluate(
         job.medusa_model(),
         job.tokenizer,
-        [torch.tensor(row.input_ids[: row.spans[0][0]]) for row in rows[: section.num_prompts]],
+        [torch.tensor(row.input_ids[: row.spans[0][0]]) for row in rows],
+        [row.messages[-1]["content"] for row in rows],
         read_cache(folder.stage("cache") / "heldout"),
         section.max_new_tokens,
         section.repeats,

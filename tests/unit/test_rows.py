@@ -37,7 +37,8 @@ def test_rows_come_back_as_they_were_in_the_order_written(tmp_path):
 @given(texts=st.lists(st.text()))
 def test_prompts_of_any_text_come_back(tmp_path_factory, texts):
     prompts = [Prompt.of([{"role": "user", "content": text}]) for text in texts]
-    path = tmp_path_factory.mktemp("prompts") / "prompts.jsonl"
+    path = tmp_path_factory.getbasetemp() / "any-text.jsonl"
+    path.unlink(missing_ok=True)
     append_jsonl(path, prompts)
     assert read_prompts(path) == prompts
 
