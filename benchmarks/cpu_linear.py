@@ -12,7 +12,7 @@ import time
 import torch
 from torch import nn
 
-from medusa_train.inference.backbone import fastest_dtype
+from medusa_train.inference.backbone import native_dtype
 from medusa_train.inference.cpu_linear import PackedLinear, can_pack
 
 SHAPES = [(576, 576), (576, 1536), (1536, 576)] * 30 + [(576, 49152)]
@@ -20,7 +20,7 @@ REPEATS = 9
 
 
 def main() -> None:
-    dtype = fastest_dtype("cpu")
+    dtype = native_dtype("cpu")
     if not can_pack(dtype):
         raise SystemExit(f"this build of torch has no packed product for {dtype} on this CPU")
     plain = [nn.Linear(*shape, bias=False, dtype=dtype) for shape in SHAPES]

@@ -42,6 +42,7 @@ from medusa_train.run_folder import RunFolder
 from medusa_train.trainer import train_heads
 
 ROWS_PER_SHARD = 64
+STEP_TIME_CONTEXT = 128  # tokens already read when steps are timed
 
 
 class Job:
@@ -177,7 +178,7 @@ def run_tree(job: Job) -> dict[str, Any]:
     prefixes = count_prefixes(ranks.calibration(), max_rank)
     trees = {tree.size: tree for tree in (best_tree(prefixes, size) for size in sorted(set(section.tree_sizes)))}
     candidates: list[Tree] = list(trees.values())
-    prompt = torch.tensor(job.rows("calibration")[0].input_ids)
+    prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
     seconds = measure_step_seconds(model, candidates, prompt, section.step_time_steps, section.step_time_rounds)
     choices = choose_tree(prefixes, candidates, seconds)
     choices[0].tree.save(folder.heads / TREE)
