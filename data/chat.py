@@ -8,7 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
 from transformers import PreTrainedTokenizerBase
 
 from medusa_train.inference.backbone import load_tokenizer
@@ -49,14 +51,13 @@ def user_turn_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], in
     Raises:
         UserError: the template hides the user's text, or nothing follows it.
     """
-    text = tokenizer.apply_chat_template([{"role": "user", "content": _SENTINEL}], tokenize=False)
-    before, found, after = text.partition(_SENTINEL)
-    closing = tokenizer(after.strip(), add_special_tokens=False)["input_ids"] if found else []
-    if not before or not closing:
+    before, found, _ = _apply(tokenizer, [{"role": "user", "content": _SENTINEL}]).partition(_SENTINEL)
+    turn_end = _turn_end(tokenizer, "user") if found else None
+    if not before or turn_end is None:
         raise UserError(
             "the chat template has no mark around a user's turn, so prompts cannot be synthesized; name a file"
         )
-    return list(tokenizer(before, add_special_tokens=False)["input_ids"]), int(closing[0])
+    return list(tokenizer(before, add_special_tokens=False)["input_ids"]), turn_end
 
 
 def encode_conversation(
@@ -72,19 +73,19 @@ def encode_conversation(
     """
     ids: list[int] = []
     spans: list[Span] = []
+    ends = {tokenizer.eos_token_id, _turn_end(tokenizer, "assistant")}
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        opened = _render(tokenizer, messages[:turn], add_generation_prompt=True)
+        opened = _opening(tokenizer, messages[:turn])
+        learnt = ids[: spans[-1][1]] if spans else []
         ids = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
-        if ids[: len(opened)] != opened:
+        if ids[: len(opened)] != opened or ids[: len(learnt)] != learnt:
             raise UserError(
-                f"the chat template renders the opening of assistant turn {turn} differently once it is answered, "
+                f"the chat template renders what stands before assistant turn {turn} differently once it is answered, "
                 "so its tokens cannot be told apart; use a template without that"
             )
-        end = len(ids)
-        if tokenizer.eos_token_id in ids[len(opened) :]:
-            end = ids.index(tokenizer.eos_token_id, len(opened)) + 1
+        end = next((i + 1 for i in range(len(opened), len(ids)) if ids[i] in ends), len(ids))
         if end > len(opened):
             spans.append((len(opened), end))
     if not spans:
@@ -92,9 +93,30 @@ def encode_conversation(
     return ids, spans
 
 
+def _opening(tokenizer: PreTrainedTokenizerBase, before: Sequence[Message]) -> list[int]:
+    """Token ids up to the assistant's first word; templates render no empty conversation, so that one is cut out."""
+    if before:
+        return _render(tokenizer, before, add_generation_prompt=True)
+    text = _apply(tokenizer, [{"role": "assistant", "content": _SENTINEL}])
+    return list(tokenizer(text.partition(_SENTINEL)[0], add_special_tokens=False)["input_ids"])
+
+
+def _turn_end(tokenizer: PreTrainedTokenizerBase, role: str) -> int | None:
+    """The first id of what the template puts behind a message, if anything."""
+    messages = [{"role": "user", "content": "?"}, {"role": role, "content": _SENTINEL}]
+    closing = _apply(tokenizer, messages[-1:] if role == "user" else messages).partition(_SENTINEL)[2].strip()
+    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
+    return int(ids[0]) if ids else None
+
+
 def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-    rendered = tokenizer.apply_chat_template(
-        [dict(message) for message in messages], add_generation_prompt=add_generation_prompt, tokenize=False
-    )
+    rendered = _apply(tokenizer, messages, add_generation_prompt=add_generation_prompt)
     # The template writes the special tokens itself; letting the tokenizer add its own would double the first one.
     return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+
+
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
+    try:
+        return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template refuses the conversation: {error}") from error

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -11,7 +11,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_train.data.chat import encode_conversation, render_prompt
 from medusa_train.data.generation import generate_batch
 from medusa_train.data.prompts import load_conversations
-from medusa_train.data.rows import SPLITS, Prompt, Row, append_jsonl, drop_torn_tail, read_rows, split_of
+from medusa_train.data.rows import SPLITS, Prompt, Row, Split, append_jsonl, drop_torn_tail, read_rows, split_of
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 
@@ -39,34 +39,28 @@ def distill(
     drop_torn_tail(path)
     done = {row.id: row for row in _existing(path)}
     splits = {prompt.id: split_of(prompt.id, calibration_share, heldout_share) for prompt in prompts}
-    waiting = [
-        (render_prompt(tokenizer, prompt.messages), prompt)
-        # A prompt's id is a hash, so this order is a fixed shuffle.
-        for prompt in sorted(prompts, key=lambda prompt: (splits[prompt.id] == "train", prompt.id))
-    ]
-    written = sum(row.learnt_tokens for row in done.values())
-    with tqdm(total=answer_tokens, initial=written, desc="distill", unit="token") as bar:
+    waiting, refused = [], 0
+    # A prompt's id is a hash, so this order is a fixed shuffle.
+    for prompt in sorted(prompts, key=lambda prompt: (splits[prompt.id] == "train", prompt.id)):
+        try:
+            waiting.append((render_prompt(tokenizer, prompt.messages), prompt))
+        except UserError:
+            refused += 1
+    if refused:
+        tqdm.write(f"distill: {refused} prompts that the chat template refuses were left out")
+    written = 0
+    with tqdm(total=answer_tokens, desc="distill", unit="token") as bar:
         for start in range(0, len(waiting), batch_size):
             if answer_tokens is not None and written >= answer_tokens:
                 break
-            batch = [(ids, prompt) for ids, prompt in waiting[start : start + batch_size] if prompt.id not in done]
-            if not batch:
-                continue
-            eos = backbone.eos_token_ids
-            answers = generate_batch(backbone, [ids for ids, _ in batch], max_new_tokens, eos)
-            rows = [
-                Row(
-                    id=prompt.id,
-                    split=splits[prompt.id],
-                    messages=prompt.messages,
-                    input_ids=ids + answer,
-                    spans=[(len(ids), len(ids) + len(answer))],
-                    finish_reason="stop" if answer[-1] in eos else "length",
-                )
-                for (ids, prompt), answer in zip(batch, answers, strict=True)
-            ]
-            append_jsonl(path, rows)
-            added = sum(row.learnt_tokens for row in rows)
+            members = waiting[start : start + batch_size]
+            missing = [(ids, prompt) for ids, prompt in members if prompt.id not in done]
+            if missing:
+                rows = _answer(backbone, missing, splits, max_new_tokens)
+                append_jsonl(path, rows)
+                done |= {row.id: row for row in rows}
+            # Counted batch by batch, also what was there before: a resumed run stops where an unbroken one would.
+            added = sum(done[prompt.id].learnt_tokens for _, prompt in members)
             written += added
             bar.update(added)
     if answer_tokens is not None and written < answer_tokens:
@@ -74,6 +68,24 @@ def distill(
             f"distill: the prompts gave {written} answer tokens of the {answer_tokens} wanted; raise data.num_prompts"
         )
     _check_splits(path)
+
+
+def _answer(
+    backbone: Backbone, batch: Sequence[tuple[list[int], Prompt]], splits: Mapping[str, Split], max_new_tokens: int
+) -> list[Row]:
+    eos = backbone.eos_token_ids
+    answers = generate_batch(backbone, [ids for ids, _ in batch], max_new_tokens, eos)
+    return [
+        Row(
+            id=prompt.id,
+            split=splits[prompt.id],
+            messages=prompt.messages,
+            input_ids=ids + answer,
+            spans=[(len(ids), len(ids) + len(answer))],
+            finish_reason="stop" if answer[-1] in eos else "length",
+        )
+        for (ids, prompt), answer in zip(batch, answers, strict=True)
+    ]
 
 
 def take_conversations(
@@ -91,12 +103,15 @@ def take_conversations(
     longer than ``max_length`` tokens are cut there; those left without an assistant token are dropped and counted.
     """
     path.unlink(missing_ok=True)
-    rows, dropped = {}, 0
+    rows, dropped, refused = {}, 0, 0
     for messages in load_conversations(source, split):
+        if not any(message["role"] == "assistant" for message in messages):
+            dropped += 1
+            continue
         try:
             ids, spans = encode_conversation(tokenizer, messages)
         except UserError:
-            dropped += 1
+            refused += 1
             continue
         spans = [(start, min(end, max_length)) for start, end in spans if start < max_length]
         if not spans:
@@ -115,9 +130,13 @@ def take_conversations(
         )
         rows[row.id] = row
     if not rows:
-        raise UserError(f"data.conversations={source}: none of {dropped} records has an assistant turn to learn from")
+        raise UserError(
+            f"data.conversations={source}: none of {dropped + refused} records has an assistant turn to learn from"
+        )
     if dropped:
         tqdm.write(f"distill: {dropped} conversations without an assistant token were left out")
+    if refused:
+        tqdm.write(f"distill: {refused} conversations that the chat template refuses were left out")
     append_jsonl(path, rows.values())
     _check_splits(path)
 
@@ -128,6 +147,8 @@ def _existing(path: Path) -> list[Row]:
 
 def _check_splits(path: Path) -> None:
     rows = read_rows(path)
+    advice = {"train": "lower data.calibration_share and data.heldout_share"}
     for split in SPLITS:
         if not any(row.split == split for row in rows):
-            raise UserError(f"no row fell into the {split} split; give more prompts or raise data.{split}_share")
+            more = advice.get(split, f"raise data.{split}_share")
+            raise UserError(f"no row fell into the {split} split; give more prompts or {more}")

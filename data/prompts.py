@@ -104,8 +104,9 @@ def load_conversations(source: str, split: str) -> Iterator[list[dict[str, str]]
     """Finished conversations from a file or Hub dataset: ``messages``, or ``prompt`` with ``completion``."""
     for record in load_records(source, split):
         messages = _messages(record, source)
-        if "completion" in record:
-            messages.append({"role": "assistant", "content": str(record["completion"])})
+        # Files that mix both kinds of record give every record both fields, one of them null.
+        if not record.get("messages") and isinstance(record.get("completion"), str):
+            messages.append({"role": "assistant", "content": record["completion"]})
         yield messages
 
 
@@ -139,7 +140,11 @@ def load_records(source: str, split: str) -> Iterator[Mapping[str, Any]]:
 
 def _messages(record: Mapping[str, Any], source: str) -> list[dict[str, str]]:
     if record.get("messages"):
-        return [{"role": str(m["role"]), "content": str(m["content"])} for m in record["messages"]]
+        for message in record["messages"]:
+            if not {"role", "content"} <= message.keys():
+                found = ", ".join(sorted(message))
+                raise UserError(f"prompts {source}: a message needs 'role' and 'content', found {found}")
+        return [{"role": str(message["role"]), "content": str(message["content"])} for message in record["messages"]]
     if isinstance(record.get("prompt"), str):
         return [{"role": "user", "content": record["prompt"]}]
     raise UserError(f"prompts {source}: a record needs 'messages' or 'prompt', found {', '.join(sorted(record))}")

@@ -114,11 +114,11 @@ def read_rows(path: Path, split: Split | None = None) -> list[Row]:
 def _records(path: Path) -> Iterator[dict[str, Any]]:
     if not path.exists():
         return
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:  # a kill may cut a line in the middle of a character
         for number, line in enumerate(file, start=1):
             try:
                 yield json.loads(line)
-            except json.JSONDecodeError as error:
-                if not line.endswith("\n"):
+            except ValueError as error:
+                if not line.endswith(b"\n"):
                     return  # torn by a kill; see drop_torn_tail
-                raise UserError(f"{path} line {number} is not JSON ({error.msg}); remove the line") from error
+                raise UserError(f"{path} line {number} is not JSON ({error}); remove the line") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from importlib.resources import files
@@ -70,7 +71,7 @@ def _run(
     from medusa_train.recipe import load_recipe, to_yaml
 
     words = list(overrides or ())
-    words += [f"output_dir={out}"] if out else []
+    words += [f"output_dir={json.dumps(str(out))}"] if out else []  # quoted: a folder may be called 2024
     words += [f"seed={seed}"] if seed is not None else []
     resolved = load_recipe(recipe, words)
     if plan:

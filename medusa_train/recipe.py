@@ -196,10 +196,10 @@ def _explain(error: ValidationError) -> str:
     first = error.errors()[0]
     where = ".".join(str(part) for part in first["loc"])
     if first["type"] == "extra_forbidden":
-        keys = _known_keys(Recipe)
-        near = difflib.get_close_matches(where, keys, n=1, cutoff=0.5)
-        if not near:  # the section may be wrong: compare the last part alone
-            near = [key for key in keys if key.rpartition(".")[2] == where.rpartition(".")[2]][:1]
+        keys, name = _known_keys(Recipe), where.rpartition(".")[2]
+        # The right key in the wrong section, or else a misspelt one.
+        near = [key for key in keys if key.rpartition(".")[2] == name]
+        near = near or difflib.get_close_matches(where, keys, n=1, cutoff=0.5)
         hint = f"; did you mean {near[0]}?" if near else ""
         return f"unknown key {where}{hint}"
     if first["type"] == "missing":

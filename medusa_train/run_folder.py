@@ -99,7 +99,7 @@ class RunFolder:
         """
         for name in stages:
             folder = self.stage(name)
-            if not folder.exists() or not any(folder.iterdir()):
+            if not folder.exists() or (folder.is_dir() and self._is_bare(name)):
                 continue
             try:
                 made_by = json.loads((folder / "recipe.json").read_text(encoding="utf-8"))
@@ -124,6 +124,15 @@ class RunFolder:
             shutil.rmtree(self.stage(name), ignore_errors=True)
         if names.index(stage) <= names.index("train"):
             shutil.rmtree(self.heads, ignore_errors=True)
+
+    def _is_bare(self, stage: str) -> bool:
+        """Whether a stage wrote nothing but, at most, the note of its recipe."""
+        return all(path.name == "recipe.json" for path in self.stage(stage).iterdir())
+
+    def abandon(self, stage: str) -> None:
+        """Leave no trace of a stage that failed before it wrote anything."""
+        if self.stage(stage).is_dir() and self._is_bare(stage):
+            shutil.rmtree(self.stage(stage))
 
     def begin(self, stage: str) -> Path:
         """Note which recipe a stage is made by; returns its folder."""

@@ -82,8 +82,9 @@ def run_prompts(job: Job) -> dict[str, Any]:
     if data.conversations:
         return {"prompts": 0, "source": data.conversations}
     if data.prompts == "synthesize":
+        tokenizer = job.tokenizer  # first: it is small, and may have no chat template
         synthesize_prompts(
-            job.backbone, job.tokenizer, path, data.num_prompts or 1000, data.prompt_max_tokens,
+            job.backbone, tokenizer, path, data.num_prompts or 1000, data.prompt_max_tokens,
             data.prompt_temperature, data.prompt_top_k, data.batch_size, job.recipe.seed,
         )  # fmt: skip
     else:
@@ -103,8 +104,9 @@ def run_distill(job: Job) -> dict[str, Any]:
             data.calibration_share, data.heldout_share,
         )  # fmt: skip
     else:
+        tokenizer = job.tokenizer
         distill(
-            job.backbone, job.tokenizer, read_prompts(folder.stage("prompts") / "prompts.jsonl"), path,
+            job.backbone, tokenizer, read_prompts(folder.stage("prompts") / "prompts.jsonl"), path,
             data.answer_tokens, data.max_new_tokens, data.batch_size, data.calibration_share, data.heldout_share,
         )  # fmt: skip
     rows = read_rows(path)
@@ -254,7 +256,12 @@ def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
         for needed in INPUTS[name]:
             folder.result(needed)
         started = time.time()
-        result = STAGES[name](job)
+        try:
+            result = STAGES[name](job)
+        except Exception:
+            if state.is_main_process:
+                folder.abandon(name)
+            raise
         state.wait_for_everyone()
         if state.is_main_process:
             folder.finish(name, started, [folder.stage(needed) for needed in INPUTS[name]], result)
