@@ -39,17 +39,25 @@ def distill(
     drop_torn_tail(path)
     done = {row.id: row for row in _existing(path)}
     splits = {prompt.id: split_of(prompt.id, calibration_share, heldout_share) for prompt in prompts}
-    waiting, refused = [], 0
+    waiting, refused, too_long = [], 0, 0
+    room = None if backbone.max_positions is None else backbone.max_positions - max_new_tokens
     # A prompt's id is a hash, so this order is a fixed shuffle.
     for prompt in sorted(prompts, key=lambda prompt: (splits[prompt.id] == "train", prompt.id)):
         try:
-            waiting.append((render_prompt(tokenizer, prompt.messages), prompt))
+            ids = render_prompt(tokenizer, prompt.messages)
         except UserError:
             refused += 1
+            continue
+        if room is not None and len(ids) > room:
+            too_long += 1
+        else:
+            waiting.append((ids, prompt))
     if refused:
         tqdm.write(f"distill: {refused} prompts that the chat template refuses were left out")
+    if too_long:
+        tqdm.write(f"distill: {too_long} prompts that leave no room for {max_new_tokens} tokens were left out")
     written = 0
-    with tqdm(total=answer_tokens, desc="distill", unit="token") as bar:
+    with tqdm(total=len(waiting), desc="distill", unit="answer") as bar:
         for start in range(0, len(waiting), batch_size):
             if answer_tokens is not None and written >= answer_tokens:
                 break
@@ -60,9 +68,9 @@ def distill(
                 append_jsonl(path, rows)
                 done |= {row.id: row for row in rows}
             # Counted batch by batch, also what was there before: a resumed run stops where an unbroken one would.
-            added = sum(done[prompt.id].learnt_tokens for _, prompt in members)
-            written += added
-            bar.update(added)
+            written += sum(done[prompt.id].learnt_tokens for _, prompt in members)
+            bar.update(len(members))
+            bar.set_postfix(tokens=written)
     if answer_tokens is not None and written < answer_tokens:
         tqdm.write(
             f"distill: the prompts gave {written} answer tokens of the {answer_tokens} wanted; raise data.num_prompts"

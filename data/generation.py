@@ -41,7 +41,7 @@ def generate_batch(
         sequences = backbone.model.generate(
             input_ids=input_ids,
             attention_mask=attention_mask,
-            **{cache_keyword(type(backbone.model).generate): _cache(backbone, prompts, longest + max_new_tokens)},
+            **{cache_keyword(type(backbone.model).forward): _cache(backbone, prompts, longest + max_new_tokens)},
             max_new_tokens=max_new_tokens,
             eos_token_id=list(eos_token_ids) or None,
             pad_token_id=eos_token_ids[0] if eos_token_ids else 0,

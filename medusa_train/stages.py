@@ -21,7 +21,7 @@ from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
 from medusa_train.data.distill import distill, take_conversations
 from medusa_train.data.hidden_states import read_cache, write_cache
 from medusa_train.data.prompts import load_prompts, synthesize_prompts
-from medusa_train.data.rows import SPLITS, Row, append_jsonl, read_prompts, read_rows
+from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, read_prompts, read_rows
 from medusa_train.eval.acceptance import token_ranks
 from medusa_train.eval.evaluate import evaluate
 from medusa_train.eval.report import write_report
@@ -65,8 +65,8 @@ class Job:
         check_tree_attention(backbone)  # before hours are spent on heads that could not be used
         return backbone
 
-    def rows(self, split: str) -> list[Row]:
-        return [row for row in read_rows(self.folder.stage("distill") / "rows.jsonl") if row.split == split]
+    def rows(self, split: Split) -> list[Row]:
+        return read_rows(self.folder.stage("distill") / "rows.jsonl", split)
 
     def medusa_model(self) -> MedusaModel:
         """The trained heads on the job's backbone, with their tree if one was chosen."""
