@@ -85,7 +85,7 @@ def replay(ranks: Ranks, tree: Tree) -> DecodeStats:
             while tuple(rows[position][: accepted + 1]) in paths and accepted < tree.depth:
                 accepted += 1
             emitted = min(accepted + 1, end - position - 1)
-            stats.emitted.append(emitted)
+            stats.histogram[emitted] += 1
             position += emitted
         position = end
     return stats

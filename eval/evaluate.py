@@ -80,7 +80,7 @@ def evaluate(
             "steps": stats.steps,
             "prefill_tokens": stats.prefill_tokens,
             "emitted_by_steps": stats.step_tokens,
-            "histogram": stats.histogram(),
+            "histogram": dict(sorted(stats.histogram.items())),
             **_by_depth(stats, model.tree.depth),
             "accepted_per_drafted_node": _ratio(stats.step_tokens - stats.steps, stats.steps * (model.tree.size - 1)),
         },
@@ -119,7 +119,7 @@ def evaluate(
 
 def _by_depth(stats: DecodeStats, depth: int) -> dict[str, list[float | None]]:
     """Share of steps that accepted at least d drafts, of all steps and of those that accepted d - 1."""
-    reached = [sum(emitted > d for emitted in stats.emitted) for d in range(depth + 1)]
+    reached = [stats.accepted_at(d) for d in range(depth + 1)]
     return {
         "accepted_at_depth": [_ratio(reached[d], stats.steps) for d in range(1, depth + 1)],
         "accepted_at_depth_given_parent": [_ratio(reached[d], reached[d - 1]) for d in range(1, depth + 1)],

@@ -24,10 +24,10 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from medusa_train.inference.decode import Block
 from medusa_train.inference.drafters import MedusaDrafter, NoDrafter
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.stats import DecodeStats
+from medusa_train.inference.stopping import Block
 from medusa_train.inference.tree import Tree
 
 ARMS = ("generate", "plain", "medusa")

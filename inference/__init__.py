@@ -10,22 +10,29 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from medusa_train.inference.backbone import Backbone, load_backbone, load_tokenizer
+    from medusa_train.inference.draft_model import DraftModelDrafter
     from medusa_train.inference.drafters import MedusaDrafter, NoDrafter
     from medusa_train.inference.errors import UserError
     from medusa_train.inference.heads import HeadsConfig, MedusaHeads
     from medusa_train.inference.model import Generation, MedusaModel
+    from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
+    from medusa_train.inference.sampling import Sampling
     from medusa_train.inference.stats import DecodeStats
     from medusa_train.inference.tree import Tree
 
 _HOMES = {
     "Backbone": "backbone",
     "DecodeStats": "stats",
+    "DraftModelDrafter": "draft_model",
     "Generation": "model",
     "HeadsConfig": "heads",
     "MedusaDrafter": "drafters",
     "MedusaHeads": "heads",
+    "MedusaLookupDrafter": "prompt_lookup",
     "MedusaModel": "model",
     "NoDrafter": "drafters",
+    "PromptLookupDrafter": "prompt_lookup",
+    "Sampling": "sampling",
     "Tree": "tree",
     "UserError": "errors",
     "load_backbone": "backbone",
@@ -35,12 +42,16 @@ _HOMES = {
 __all__ = [
     "Backbone",
     "DecodeStats",
+    "DraftModelDrafter",
     "Generation",
     "HeadsConfig",
     "MedusaDrafter",
     "MedusaHeads",
+    "MedusaLookupDrafter",
     "MedusaModel",
     "NoDrafter",
+    "PromptLookupDrafter",
+    "Sampling",
     "Tree",
     "UserError",
     "load_backbone",

@@ -1,11 +1,14 @@
 """Who may attend to whom in a verification pass, in the form that stock transformers models take.
 
 transformers hands a 4-D mask through to attention as it is, and takes a dict of them, one per layer type, for models
-that mix full and sliding-window layers. Positions are logical: node at depth d stands at ``length + d``, whatever
-column of the cache it lies in.
+that mix full and sliding-window layers. Positions are logical: a node at depth d stands at ``length + d`` of its row,
+whatever column of the cache it lies in.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -18,26 +21,80 @@ from medusa_train.inference.tree import Tree
 Masks = Tensor | dict[str, Tensor]
 
 
-def pass_masks(backbone: Backbone, length: int, depths: Tensor, ancestor_mask: Tensor) -> Masks:
-    """Masks of one pass of N nodes behind ``length`` committed positions.
+def new_cache(backbone: Backbone, scratch: int, capacity: int, bucket: int = 1) -> TreeCache:
+    """An empty cache with one layer per decoder layer; see `TreeCache`."""
+    return TreeCache(int(backbone.model.config.get_text_config().num_hidden_layers), scratch, capacity, bucket)
+
+
+def read_prompts(backbone: Backbone, prompts: Sequence[Tensor], cache: TreeCache) -> Tensor:
+    """Read each row's ``(T_b,)`` tokens into an empty cache; the last positions' hidden states, ``(B, hidden)``.
+
+    Shorter prompts are padded on the right: causal attention never looks there, so no mask is needed. A prompt that
+    all rows share is read once.
+    """
+    lengths = [len(prompt) for prompt in prompts]
+    shared = len(prompts) > 1 and all(torch.equal(prompt, prompts[0]) for prompt in prompts)
+    padded = torch.nn.utils.rnn.pad_sequence(list(prompts[:1] if shared else prompts), batch_first=True)
+    hidden = backbone.hidden_states(padded.to(backbone.device), cache)
+    if shared:
+        cache.repeat_rows(len(prompts))
+        hidden = hidden.expand(len(prompts), -1, -1)
+    cache.finish_prompt(lengths)
+    return hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+
+
+def tree_pass(backbone: Backbone, tokens: Tensor, trees: Sequence[Tree], cache: TreeCache) -> Tensor:
+    """One backbone pass over a tree per row: ``(B, N)`` tokens -> ``(B, N, hidden)`` hidden states of the nodes.
 
     Args:
-        depths: ``(N,)`` distance of each node from the root.
-        ancestor_mask: ``(N, N)`` bool, `Tree.ancestor_mask`.
+        trees: a tree for each row, all of N nodes.
+    """
+    depths, ancestors = batch_trees(trees, backbone.device)
+    lengths = torch.tensor(cache.lengths, device=backbone.device)[:, None]
+    positions = lengths + depths
+    masks = pass_masks(backbone, positions, lengths, ancestors, cache.visible)
+    if backbone.max_positions is not None:
+        # Nodes past the last position lie beyond the budget and are never emitted, but they must be computable.
+        positions = positions.clamp(max=backbone.max_positions - 1)
+    return backbone.hidden_states(tokens, cache, position_ids=positions, attention_mask=masks)
+
+
+def batch_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Depths ``(B or 1, N)`` and ancestor masks ``(B or 1, N, N)`` of a tree per row (one if they are the same)."""
+    distinct = trees[:1] if all(tree is trees[0] for tree in trees) else trees
+    depths, masks = zip(*(_tree_tensors(tree, device) for tree in distinct), strict=True)
+    return torch.stack(depths), torch.stack(masks)
+
+
+@lru_cache(maxsize=256)
+def _tree_tensors(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
+    with torch.inference_mode(False):  # they outlive the call that made them
+        return tree.depths.to(device), tree.ancestor_mask.to(device)
+
+
+def pass_masks(backbone: Backbone, positions: Tensor, lengths: Tensor, ancestors: Tensor, visible: int) -> Masks:
+    """Masks of one pass of N nodes over the columns of `TreeCache`: N nodes, then ``visible`` committed ones.
+
+    Args:
+        positions: ``(B, N)`` logical position of each node.
+        lengths: ``(B, 1)`` committed positions of each row.
+        ancestors: ``(B or 1, N, N)`` bool, `Tree.ancestor_mask`.
 
     Returns:
-        ``(1, 1, N, length + N)``, bool for sdpa and additive for eager attention; a dict by layer type for models
+        ``(B, 1, N, N + visible)``, bool for sdpa and additive for eager attention; a dict by layer type for models
         that mix them.
     """
-    committed = torch.ones(len(depths), length, dtype=torch.bool, device=depths.device)
-    full = torch.cat([committed, ancestor_mask], dim=1)
+    rows, nodes = positions.shape
+    columns = torch.arange(visible, device=positions.device)
+    committed = (columns < lengths)[:, None].expand(rows, nodes, visible)
+    full = torch.cat([ancestors.expand(rows, nodes, nodes), committed], dim=2)
     config = backbone.model.config.get_text_config()
     window = getattr(config, "sliding_window", None)
     layer_types = set(getattr(config, "layer_types", None) or ())
     if not window or (layer_types and "sliding_attention" not in layer_types):
         return _as_model_takes_it(backbone, full)
-    key_positions = torch.cat([torch.arange(length, device=depths.device), length + depths])
-    near = (length + depths)[:, None] - key_positions[None, :] < window
+    key_positions = torch.cat([positions, columns.expand(rows, visible)], dim=1)
+    near = positions[:, :, None] - key_positions[:, None, :] < window
     sliding = _as_model_takes_it(backbone, full & near)
     if not layer_types:
         return sliding
@@ -47,13 +104,8 @@ def pass_masks(backbone: Backbone, length: int, depths: Tensor, ancestor_mask: T
 def _as_model_takes_it(backbone: Backbone, allowed: Tensor) -> Tensor:
     if backbone.model.config._attn_implementation == "eager":
         blocked = torch.finfo(backbone.dtype).min
-        return torch.zeros_like(allowed, dtype=backbone.dtype).masked_fill(~allowed, blocked)[None, None]
-    return allowed[None, None]
-
-
-def new_cache(backbone: Backbone, capacity: int) -> TreeCache:
-    """An empty cache with one layer per decoder layer."""
-    return TreeCache(int(backbone.model.config.get_text_config().num_hidden_layers), capacity)
+        return torch.zeros_like(allowed, dtype=backbone.dtype).masked_fill(~allowed, blocked)[:, None]
+    return allowed[:, None]
 
 
 def check_tree_attention(backbone: Backbone) -> None:
@@ -76,19 +128,15 @@ def check_tree_attention(backbone: Backbone) -> None:
             "no tree mask; load it with attn_implementation='sdpa'"
         )
     tree = Tree.from_paths([(0, 0), (1, 0)])
-    prompt = torch.tensor([[3, 1]], device=backbone.device) % backbone.vocab_size
-    nodes = torch.tensor([[2, 4, 5, 6, 7]], device=backbone.device) % backbone.vocab_size
+    prompt = torch.tensor([3, 1], device=backbone.device) % backbone.vocab_size
+    nodes = torch.tensor([2, 4, 5, 6, 7], device=backbone.device) % backbone.vocab_size
     with torch.inference_mode():
-        cache = new_cache(backbone, 16)
-        backbone.hidden_states(prompt, cache)
-        cache.commit(range(2))
-        depths, mask = tree.depths.to(backbone.device), tree.ancestor_mask.to(backbone.device)
-        branched = backbone.hidden_states(
-            nodes, cache, position_ids=(depths + 2)[None], attention_mask=pass_masks(backbone, 2, depths, mask)
-        )[0]
+        cache = new_cache(backbone, tree.size, 16)
+        read_prompts(backbone, [prompt], cache)
+        branched = tree_pass(backbone, nodes[None], [tree], cache)[0]
         for leaf in (3, 4):
-            path = mask[leaf].nonzero()[:, 0]
-            alone = backbone.hidden_states(torch.cat([prompt, nodes[:, path]], dim=1))[0, -1]
+            path = tree.ancestor_mask[leaf].nonzero()[:, 0].to(nodes.device)
+            alone = backbone.hidden_states(torch.cat([prompt, nodes[path]])[None])[0, -1]
             if not torch.allclose(
                 branched[leaf].float(), alone.float(), rtol=0.1, atol=0.05 * float(alone.abs().max())
             ):

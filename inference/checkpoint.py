@@ -19,6 +19,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
+from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json, write_tensors
@@ -37,12 +38,14 @@ class Checkpoint:
     Attributes:
         heads: the heads, fp32 or as saved, on the CPU.
         tree: the tree stored with them, or None.
+        calibration: what adaptive drafting needs, or None.
         backbone_source: the backbone that they were trained on, "" if the folder does not say.
         probe: see `Backbone.check_probe`; None if the folder does not carry one.
     """
 
     heads: MedusaHeads
     tree: Tree | None
+    calibration: Calibration | None
     backbone_source: str
     probe: tuple[float, ...] | None
 
@@ -79,7 +82,13 @@ def save_heads(
         content["backbone_probe"] = list(backbone.probe)
     write_json(folder / CONFIG, content)
     if tree:
-        tree.save(folder / TREE)
+        save_tree(folder, tree)
+
+
+def save_tree(folder: str | Path, tree: Tree, calibration: Calibration | None = None) -> None:
+    """Write ``tree.json``: the static tree's paths and, under ``adaptive``, what adaptive drafting needs."""
+    adaptive = {"adaptive": calibration.to_json()} if calibration else {}
+    write_json(Path(folder) / TREE, tree.to_json() | adaptive)
 
 
 def load_heads(source: str | Path) -> Checkpoint:
@@ -107,10 +116,12 @@ def load_heads(source: str | Path) -> Checkpoint:
         {f"heads.{name}": tensor for name, tensor in tensors.items()} | {"draft_token_ids": heads.draft_token_ids}
     )
     tree = Tree.load(folder / TREE) if (folder / TREE).exists() else None
+    calibration = _read_calibration(folder / TREE) if tree else None
     probe = content.get("backbone_probe")
     return Checkpoint(
         heads=heads.eval().requires_grad_(False),
         tree=tree,
+        calibration=calibration,
         backbone_source=str(content.get("base_model_name_or_path") or ""),
         probe=tuple(map(float, probe)) if probe else None,
     )
@@ -143,6 +154,14 @@ def _folder(source: str | Path) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"heads {name}: no such folder, and not to be had from the Hub ({reason})") from error
+
+
+def _read_calibration(path: Path) -> Calibration | None:
+    content = json.loads(path.read_text(encoding="utf-8")).get("adaptive")
+    try:
+        return Calibration.from_json(content) if content else None
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(f"{path}: its part 'adaptive' is damaged ({error!r}); run medusa-train tree again") from error
 
 
 def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:

@@ -1,12 +1,14 @@
 """Drafters: what proposes the tokens of a tree.
 
-A drafter sees the hidden state that the root token was chosen from and the root itself, and fills the nodes of its
-tree. ``chosen`` says how: True if its tokens are picked deterministically (then exact verification needs only the
-target's own draws), False if they are sampled (then a verifier also needs their probabilities).
+A drafter sees each row's text, whose last token (the root) the backbone chose in the step before, and the hidden
+state that the root was chosen from. It answers with a `Draft`: a tree per row, its tokens, and, if it drew them at
+random, what from. Verification makes the output right whatever is proposed, so a drafter only decides the speed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,35 +16,66 @@ from torch import Tensor
 
 from medusa_train.inference.heads import MedusaHeads
 from medusa_train.inference.tree import Tree
+from medusa_train.inference.verify import Draft, Generators
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a drafter may look at before a pass.
+
+    Attributes:
+        texts: per row, prompt and emitted tokens; the last is the root, which the backbone has not read yet.
+        hidden: ``(B, hidden)`` last hidden state of the position before the root.
+        roots: ``(B,)`` the roots.
+        active: rows that still generate; what is drafted for the others is never read.
+        accepted: per row, drafted tokens that the last pass accepted (0 before the first).
+    """
+
+    texts: Sequence[Sequence[int]]
+    hidden: Tensor
+    roots: Tensor
+    active: Sequence[int]
+    accepted: Sequence[int]
+
+
+Drafting = Callable[[Context], Draft]
 
 
 class Drafter(Protocol):
-    """Proposes the tokens of one tree per step."""
+    """Proposes a tree per row and step."""
 
-    chosen: bool
-    tree: Tree
+    @property
+    def max_size(self) -> int:
+        """Most tokens of a pass, roots included; the cache keeps room for them."""
+        ...
 
-    def draft(self, hidden: Tensor, root: Tensor) -> Tensor:
-        """Tokens of every node.
+    def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
+        """Begin a request; what a drafter has to remember during it lives in the function that is returned.
 
         Args:
-            hidden: ``(hidden,)`` last hidden state of the position before the root.
-            root: ``()`` the token that the backbone chose there.
-
-        Returns:
-            ``(N,)`` token ids, the root's first.
+            prompts: ``(T_b,)`` token ids of each row.
+            max_new_tokens: most tokens that a row may get.
+            generators: one per row, for drafters that draw.
         """
         ...
 
 
-class MedusaDrafter:
-    """Fills a tree with the best tokens of each head."""
+class NoDrafter:
+    """Proposes nothing: every pass holds the roots alone, which is plain decoding in the same loop."""
 
-    chosen = True
+    max_size = 1
+    _tree = Tree.root_only()
+
+    def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
+        return lambda context: Draft([self._tree] * len(context.texts), context.roots[:, None])
+
+
+class MedusaDrafter:
+    """Fills one tree with the best tokens of each head."""
 
     def __init__(self, heads: MedusaHeads, tree: Tree) -> None:
         tree.check(heads.config.num_heads, heads.config.projection_size)
-        self.heads, self.tree = heads, tree
+        self.heads, self.tree, self.max_size = heads, tree, tree.size
         self._ranks = tree.ranks_needed()
         # Node -> column in [root, head 1's best, head 2's best, ...] laid end to end.
         starts = [1]
@@ -51,19 +84,12 @@ class MedusaDrafter:
         columns = [starts[len(path) - 1] + path[-1] if path else 0 for path in tree.paths]
         self._columns = torch.tensor(columns, device=heads.draft_token_ids.device)
 
-    def draft(self, hidden: Tensor, root: Tensor) -> Tensor:
-        candidates = [root.view(1)]
+    def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
+        return self.draft
+
+    def draft(self, context: Context) -> Draft:
+        candidates = [context.roots[:, None].to(self._columns.device)]
         for head, ranks in enumerate(self._ranks):
-            best = self.heads(hidden[None], head)[0].topk(ranks).indices
+            best = self.heads(context.hidden, head).topk(ranks).indices
             candidates.append(self.heads.draft_token_ids[best])
-        return torch.cat(candidates)[self._columns]
-
-
-class NoDrafter:
-    """Proposes nothing: every pass holds the root alone, which is plain decoding in the same loop."""
-
-    chosen = True
-    tree = Tree.root_only()
-
-    def draft(self, hidden: Tensor, root: Tensor) -> Tensor:
-        return root.view(1)
+        return Draft([self.tree] * len(context.texts), torch.cat(candidates, dim=1)[:, self._columns])

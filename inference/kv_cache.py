@@ -1,9 +1,15 @@
 """A key/value cache for tree decoding on stock transformers models.
 
-Keys and values of the committed text lie at ``0 .. length-1``. A verification pass writes its N nodes behind them, and
-`commit` moves the accepted path into place, so that rejected nodes are simply overwritten by the next pass. The cache
-is allocated once, for the request (prompt + budget + tree) and not for the model's longest context, and hands
-attention only the part that is in use.
+Columns of a layer, for every row of the batch::
+
+    [ scratch: the nodes of one pass, right-aligned | committed text: 0 .. lengths[row]-1 | free ]
+
+A verification pass writes its N nodes into the scratch columns, always at the same place whatever the rows' lengths,
+and attention reads one slice: scratch and the committed part that any row uses. `commit` then copies each row's
+accepted path behind that row's text, so rows accept different numbers of tokens and rejected nodes are overwritten by
+the next pass. Keys carry their positions (rotary or learned), so the order of columns means nothing; masks decide.
+
+The cache is allocated once, for the request (tree + prompt + budget) and not for the model's longest context.
 """
 
 from __future__ import annotations
@@ -17,48 +23,59 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 
 class TreeCacheLayer(CacheLayerMixin):
-    """One layer's keys and values, ``(1, kv_heads, capacity, head_dim)``, allocated when the first ones arrive."""
+    """One layer's keys and values, ``(B, kv_heads, scratch + capacity, head_dim)``, allocated on first use."""
 
     is_sliding = False
 
-    def __init__(self, capacity: int) -> None:
+    def __init__(self, scratch: int, capacity: int) -> None:
         super().__init__()
-        self.capacity = capacity
-        self.length = 0  # committed positions
+        self.scratch, self.capacity = scratch, capacity
+        self.reading_prompt = True
+        self.visible = 0  # committed columns that a pass can see
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        # Keys and values may differ in width (multi-head latent attention).
+        columns = self.scratch + self.capacity
+        # Keys and values may differ in width (multi-head latent attention). Zeros: a masked NaN would still spread.
         self.keys, self.values = (
-            torch.zeros(*states.shape[:2], self.capacity, states.shape[3], dtype=states.dtype, device=states.device)
+            torch.zeros(*states.shape[:2], columns, states.shape[3], dtype=states.dtype, device=states.device)
             for states in (key_states, value_states)
         )
         self.is_initialized = True
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Write N new positions behind the committed ones; returns everything that is in use."""
+        """Write a pass's positions; returns everything that it may attend to."""
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        end = self.length + key_states.shape[2]
-        self.keys[:, :, self.length : end] = key_states
-        self.values[:, :, self.length : end] = value_states
-        return self.keys[:, :, :end], self.values[:, :, :end]
+        count = key_states.shape[2]
+        if self.reading_prompt:
+            start, end, stop = self.scratch, self.scratch + count, self.scratch + count
+        else:
+            start, end, stop = self.scratch - count, self.scratch, self.scratch + self.visible
+        self.keys[:, :, start:end] = key_states
+        self.values[:, :, start:end] = value_states
+        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
 
-    def commit(self, path: Tensor | None, count: int) -> None:
-        if path is not None and self.keys is not None and self.values is not None:
-            source = path.to(self.keys.device) + self.length
-            for states in (self.keys, self.values):
-                # Indexing copies before it is written back, so a path may overlap its own target.
-                states[:, :, self.length : self.length + count] = states[:, :, source]
-        self.length += count
+    def move(self, source: Tensor, target: Tensor) -> None:
+        """Copy columns ``source`` to ``target``: ``(m,)`` for a batch of one, else ``(B, m)``."""
+        if self.keys is None or self.values is None:  # a layer that shares another's keys
+            return
+        source, target = source.to(self.keys.device), target.to(self.keys.device)
+        for states in (self.keys, self.values):
+            if source.dim() == 1:
+                states.index_copy_(2, target, states.index_select(2, source))
+            else:
+                shape = (-1, states.shape[1], -1, states.shape[3])
+                moved = states.gather(2, source[:, None, :, None].expand(shape))
+                states.scatter_(2, target[:, None, :, None].expand(shape), moved)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self.length + query_length, 0
+        return (query_length if self.reading_prompt else query_length + self.visible), 0
 
     def get_seq_length(self) -> int:
-        return self.length
+        return 0 if self.reading_prompt else self.visible
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -67,22 +84,70 @@ class TreeCacheLayer(CacheLayerMixin):
 
 
 class TreeCache(Cache):
-    """The whole model's cache for one request of batch size 1."""
+    """The whole model's cache for one request.
 
-    def __init__(self, num_layers: int, capacity: int) -> None:
-        super().__init__(layers=[TreeCacheLayer(capacity) for _ in range(num_layers)])
-        self.capacity = capacity
+    Attributes:
+        lengths: committed positions of each row.
+        visible: committed columns that passes see: the longest row's, rounded up to ``bucket``.
+    """
+
+    def __init__(self, num_layers: int, scratch: int, capacity: int, bucket: int = 1) -> None:
+        """Make an empty cache.
+
+        Args:
+            num_layers: decoder layers.
+            scratch: most nodes of a pass.
+            capacity: most committed positions of a row.
+            bucket: passes see a multiple of this many committed columns, so that compiled code meets few shapes.
+        """
+        self.scratch, self.bucket = scratch, bucket
+        self.capacity = -(-capacity // bucket) * bucket
+        super().__init__(layers=[TreeCacheLayer(scratch, self.capacity) for _ in range(num_layers)])
+        self.lengths: list[int] = []
 
     @property
-    def length(self) -> int:
-        """Committed positions."""
-        return int(self.layers[0].length)
+    def visible(self) -> int:
+        return int(self.layers[0].visible)
 
-    def commit(self, path: Sequence[int]) -> None:
-        """Keep the given nodes of the last pass, in this order, as the next committed positions.
-
-        ``path`` holds node indices of the pass, root first; ``range(n)`` keeps the first n and moves nothing.
-        """
-        indices = None if list(path) == list(range(len(path))) else torch.tensor(path)
+    def repeat_rows(self, count: int) -> None:
+        """Make a batch of ``count`` equal rows of a batch of one."""
         for layer in self.layers:
-            layer.commit(indices, len(path))
+            if layer.keys is not None and layer.values is not None:
+                layer.keys, layer.values = (x.repeat_interleave(count, dim=0) for x in (layer.keys, layer.values))
+
+    def finish_prompt(self, lengths: Sequence[int]) -> None:
+        """End of the prompt pass: row b's first ``lengths[b]`` positions are committed, the rest was padding."""
+        self.set_lengths(lengths)
+        for layer in self.layers:
+            layer.reading_prompt = False
+
+    def set_lengths(self, lengths: Sequence[int]) -> None:
+        """Declare how many leading positions of each row are committed (fewer: the tail is forgotten)."""
+        self.lengths = list(lengths)
+        visible = min(self.capacity, -(-max(self.lengths) // self.bucket) * self.bucket)
+        for layer in self.layers:
+            layer.visible = visible
+
+    def commit(self, paths: Sequence[Sequence[int]], nodes: int) -> None:
+        """Append each row's accepted nodes to its text.
+
+        Args:
+            paths: per row, indices of nodes of the last pass in order; empty for a row that stays as it is.
+            nodes: how many nodes that pass had.
+        """
+        longest = max(map(len, paths))
+        if longest == 0:
+            return
+        source, target = [], []
+        for path, length in zip(paths, self.lengths, strict=True):
+            # Short paths repeat their last move (or, when empty, move a column onto itself): every row moves as many.
+            moves = [(self.scratch - nodes + node, self.scratch + length + i) for i, node in enumerate(path)]
+            moves += [moves[-1] if moves else (self.scratch, self.scratch)] * (longest - len(path))
+            source.append([move[0] for move in moves])
+            target.append([move[1] for move in moves])
+        alone = len(paths) == 1
+        device = self.layers[0].device
+        sources, targets = (torch.tensor(moves[0] if alone else moves, device=device) for moves in (source, target))
+        for layer in self.layers:
+            layer.move(sources, targets)
+        self.set_lengths([length + len(path) for path, length in zip(paths, self.lengths, strict=True)])

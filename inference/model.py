@@ -7,22 +7,33 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import Any, TypedDict, Unpack
 
 import torch
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, RepetitionPenaltyLogitsProcessor
+from transformers.generation.streamers import BaseStreamer
 
+from medusa_train.inference.adaptive import AdaptiveDrafter, Calibration
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone, load_backbone
 from medusa_train.inference.checkpoint import load_heads
 from medusa_train.inference.cpu_linear import can_pack, pack_linears
-from medusa_train.inference.decode import Block, FinishReason, Verify, decode
+from medusa_train.inference.decode import Verify, decode
 from medusa_train.inference.drafters import Drafter, MedusaDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.sampling import LogitsProcessor, Sampling, check_processors
 from medusa_train.inference.stats import DecodeStats
+from medusa_train.inference.stopping import Block, FinishReason, Stopping
 from medusa_train.inference.tree import Tree
-from medusa_train.inference.verify import Sampling, VerifierName, verify_greedy, verify_rejection
+from medusa_train.inference.verify import (
+    Generators,
+    VerifierName,
+    verify_greedy,
+    verify_rejection,
+    verify_typical,
+)
 
 # Eight tokens a pass suit most devices at batch 1; `medusa-train tree` replaces it by a measured choice.
 DEFAULT_PATHS = [(0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)]
@@ -33,21 +44,68 @@ class Generation:
     """What `MedusaModel.generate` returns.
 
     Attributes:
-        sequences: ``(1, prompt + new)`` token ids.
-        finish_reason: why it ended; see `Block`.
+        sequences: ``(B, T + longest)``: the prompts as they were given, then the new tokens, padded on the right.
+        new_tokens: per row, the new tokens without padding.
+        finish_reasons: per row, why it ended; see `Block`.
         stats: counters and times.
     """
 
     sequences: Tensor
-    finish_reason: FinishReason
+    new_tokens: list[list[int]]
+    finish_reasons: list[FinishReason]
     stats: DecodeStats
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keywords of `MedusaModel.generate` and `MedusaModel.stream`.
+
+    Attributes:
+        verifier: ``greedy``, ``rejection`` or ``typical`` (lossy); by default the exact one that the temperature
+            asks for.
+        temperature: 0 (the default) for greedy decoding.
+        top_k, top_p, min_p: as in `Sampling`.
+        repetition_penalty: as in transformers; 1.0 changes nothing.
+        logits_processors: transformers' ``LogitsProcessor`` or functions like it, applied before the temperature.
+        generator: makes draws repeatable; a list gives each row its own.
+        eos_token_ids: ids that end a row; the backbone's own by default.
+        stop_strings: strings that end a row; needs ``tokenizer``.
+        tokenizer: to see stop strings.
+        max_steps: bound on backbone passes after prefill.
+        drafter: another drafter than the heads; `NoDrafter()` is plain decoding.
+        stats: counters to add to.
+    """
+
+    verifier: VerifierName | None
+    temperature: float
+    top_k: int
+    top_p: float
+    min_p: float
+    repetition_penalty: float
+    logits_processors: Sequence[LogitsProcessor]
+    generator: torch.Generator | Sequence[torch.Generator | None] | None
+    eos_token_ids: Sequence[int] | None
+    stop_strings: Sequence[str]
+    tokenizer: PreTrainedTokenizerBase | None
+    max_steps: int | None
+    drafter: Drafter | None
+    stats: DecodeStats | None
 
 
 class MedusaModel:
     """A frozen causal LM that drafts with Medusa heads and verifies a tree per pass."""
 
-    def __init__(self, backbone: Backbone | PreTrainedModel, heads: MedusaHeads, tree: Tree | None = None) -> None:
+    def __init__(
+        self,
+        backbone: Backbone | PreTrainedModel,
+        heads: MedusaHeads,
+        tree: Tree | None = None,
+        calibration: Calibration | None = None,
+    ) -> None:
         """Put the parts together.
+
+        Args:
+            tree: verified in every pass; eight tokens by default.
+            calibration: for `adaptive_drafter`.
 
         Raises:
             UserError: heads, tree and backbone do not fit each other, or the backbone cannot verify a tree exactly.
@@ -69,6 +127,7 @@ class MedusaModel:
         depth = min(config.num_heads, 3)
         self.tree = tree or Tree.from_paths([path for path in DEFAULT_PATHS if len(path) <= depth])
         self.drafter = MedusaDrafter(self.heads, self.tree)
+        self.calibration = calibration
 
     @classmethod
     def from_pretrained(
@@ -90,87 +149,169 @@ class MedusaModel:
             backbone = load_backbone(backbone or checkpoint.backbone_source, dtype, device)
         elif isinstance(backbone, PreTrainedModel):
             backbone = Backbone.wrap(backbone)
-        model = cls(backbone, checkpoint.heads, checkpoint.tree)
+        model = cls(backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration)
         model.backbone.check_probe(checkpoint.probe, str(heads))
         return model
 
-    def generate(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int = 256,
-        verifier: VerifierName | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        generator: torch.Generator | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-        max_steps: int | None = None,
-        drafter: Drafter | None = None,
-    ) -> Generation:
-        """Generate after one prompt.
-
-        Args:
-            input_ids: ``(T,)`` or ``(1, T)`` token ids.
-            verifier: ``greedy`` or ``rejection``; by default what the temperature asks for.
-            temperature: 0 for greedy decoding.
-            eos_token_ids: ids that end the text; the backbone's own by default.
-            drafter: another drafter than the heads; `NoDrafter()` is plain decoding.
+    def adaptive_drafter(self, size: int | None = None) -> AdaptiveDrafter:
+        """A drafter whose tree follows the heads' confidence; with ``size``, always that many tokens per pass.
 
         Raises:
-            UserError: more than one row, or settings that contradict each other.
+            UserError: the heads folder carries no calibration.
         """
-        stats, blocks = DecodeStats(), []
-        stream = self.stream(
-            input_ids, max_new_tokens, verifier, temperature, top_k, top_p, generator, eos_token_ids, max_steps,
-            drafter, stats,
-        )  # fmt: skip
-        blocks = list(stream)
-        new = torch.tensor([token for block in blocks for token in block.tokens], dtype=torch.long)
-        sequences = torch.cat([input_ids.view(-1), new.to(input_ids.device)])[None]
-        return Generation(sequences, (blocks[-1].finish_reason if blocks else None) or "length", stats)
+        if self.calibration is None:
+            raise UserError("adaptive drafting needs calibrated heads; run: medusa-train tree RECIPE")
+        return AdaptiveDrafter(self.heads, self.calibration, size)
+
+    def generate(
+        self,
+        input_ids: Tensor | Sequence[Tensor],
+        max_new_tokens: int = 256,
+        attention_mask: Tensor | None = None,
+        streamer: BaseStreamer | None = None,
+        **options: Unpack[GenerateOptions],
+    ) -> Generation:
+        """Generate after one prompt or a batch of them; every row's output is that of its own run.
+
+        Args:
+            input_ids: ``(T,)`` or ``(B, T)`` token ids, or a list of ``(T_b,)``.
+            max_new_tokens: budget of each row.
+            attention_mask: ``(B, T)``, 0 where a row is padded (on either side).
+            streamer: a transformers streamer, for one prompt.
+            options: see `GenerateOptions`.
+
+        Raises:
+            UserError: a prompt is empty or too long, or settings contradict each other.
+        """
+        prompts = split_batch(input_ids, attention_mask)
+        if streamer is not None and len(prompts) > 1:
+            raise UserError(f"a streamer shows one prompt, got {len(prompts)}")
+        stats = options.setdefault("stats", None) or DecodeStats()
+        options["stats"] = stats
+        new: list[list[int]] = [[] for _ in prompts]
+        reasons: list[FinishReason] = ["length"] * len(prompts)
+        if streamer is not None:
+            streamer.put(prompts[0][None].cpu())
+        for blocks in self.stream_batch(prompts, max_new_tokens, **options):
+            for row, block in enumerate(blocks):
+                new[row] += block.tokens
+                reasons[row] = block.finish_reason or reasons[row]
+            if streamer is not None:
+                for token in blocks[0].tokens:
+                    streamer.put(torch.tensor([token]))
+        if streamer is not None:
+            streamer.end()
+        given = input_ids if isinstance(input_ids, Tensor) else _pad(prompts, self._pad_token_id)
+        tail = _pad([torch.tensor(row, dtype=torch.long) for row in new], self._pad_token_id)
+        sequences = torch.cat([given.view(len(prompts), -1), tail.to(given.device)], dim=1)
+        return Generation(sequences, new, reasons, stats)
 
     def stream(
-        self,
-        input_ids: Tensor,
-        max_new_tokens: int = 256,
-        verifier: VerifierName | None = None,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        generator: torch.Generator | None = None,
-        eos_token_ids: Sequence[int] | None = None,
-        max_steps: int | None = None,
-        drafter: Drafter | None = None,
-        stats: DecodeStats | None = None,
+        self, input_ids: Tensor, max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
     ) -> Iterator[Block]:
-        """The same as `generate`, a block of tokens at a time."""
-        if input_ids.dim() == 2 and input_ids.shape[0] != 1:
-            raise UserError(f"generate takes one prompt at a time, got a batch of {input_ids.shape[0]}")
+        """`generate` for one prompt, a block of tokens at a time."""
+        prompts = split_batch(input_ids, None)
+        if len(prompts) > 1:
+            raise UserError(f"stream takes one prompt, got {len(prompts)}; use stream_batch")
+        return (blocks[0] for blocks in self.stream_batch(prompts, max_new_tokens, **options))
+
+    def stream_batch(
+        self, prompts: Sequence[Tensor], max_new_tokens: int = 256, **options: Unpack[GenerateOptions]
+    ) -> Iterator[list[Block]]:
+        """`generate` for prompts ``(T_b,)``, a block per row at a time (empty for rows that have ended)."""
+        if not prompts:
+            raise UserError("no prompt was given")
+        generators = _per_row(options.get("generator"), len(prompts), self.backbone.device)
+        verifier = options.get("verifier")
+        temperature = options.get("temperature", 0.0)
+        sampling: dict[str, Any] = {key: options[key] for key in ("top_k", "top_p", "min_p") if key in options}
+        verify = make_verifier(verifier, temperature, sampling, generators)
+        processors = list(options.get("logits_processors", ()))
+        if (penalty := options.get("repetition_penalty", 1.0)) != 1.0:
+            if penalty <= 0:
+                raise UserError(f"repetition_penalty must be above 0, got {penalty}")
+            processors.insert(0, RepetitionPenaltyLogitsProcessor(penalty))
+        check_processors(processors, len(prompts), in_order=verifier != "typical")
+        eos = options.get("eos_token_ids")
+        stopping = Stopping(
+            max_new_tokens,
+            self.backbone.eos_token_ids if eos is None else eos,
+            options.get("stop_strings", ()),
+            options.get("max_steps"),
+            options.get("tokenizer"),
+        )
+        stats = options.get("stats")
         return decode(
             self.backbone,
-            drafter or self.drafter,
-            make_verifier(verifier, temperature, top_k, top_p, generator),
-            input_ids.view(-1).to(self.backbone.device),
-            max_new_tokens,
-            self.backbone.eos_token_ids if eos_token_ids is None else eos_token_ids,
+            options.get("drafter") or self.drafter,
+            verify,
+            prompts,
+            stopping,
             DecodeStats() if stats is None else stats,
-            max_steps,
+            processors,
+            generators,
         )
+
+    @property
+    def _pad_token_id(self) -> int:
+        pad = self.backbone.model.config.get_text_config().pad_token_id
+        return int(pad) if pad is not None and pad >= 0 else (*self.backbone.eos_token_ids, 0)[0]
 
 
 def make_verifier(
-    name: VerifierName | None, temperature: float, top_k: int, top_p: float, generator: torch.Generator | None
+    name: VerifierName | None, temperature: float, sampling: dict[str, Any], generators: Generators
 ) -> Verify:
-    """The verifier that the settings ask for.
+    """The verifier that the settings ask for; ``sampling`` holds top_k, top_p and min_p where they were given.
 
     Raises:
-        UserError: ``greedy`` with a temperature, or ``rejection`` without one.
+        UserError: ``greedy`` with a temperature, or a sampling verifier without one.
     """
-    name = name or ("rejection" if temperature > 0 else "greedy")
+    name = name or ("greedy" if temperature == 0 else "rejection")
     if name == "greedy":
-        if temperature > 0:
+        if temperature != 0:
             raise UserError(f"verifier greedy takes temperature 0, got {temperature}; use verifier rejection to sample")
         return verify_greedy
     if temperature <= 0:
-        raise UserError("verifier rejection samples and needs temperature > 0; use verifier greedy for temperature 0")
-    return partial(verify_rejection, sampling=Sampling(temperature, top_k, top_p), generator=generator)
+        raise UserError(f"verifier {name} samples and needs temperature > 0; use verifier greedy for temperature 0")
+    function = {"rejection": verify_rejection, "typical": verify_typical}.get(name)
+    if function is None:
+        raise UserError(f"no verifier {name}; there are greedy, rejection and typical")
+    return partial(function, sampling=Sampling(temperature, **sampling), generators=generators)
+
+
+def split_batch(input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None) -> list[Tensor]:
+    """The rows of a batch without padding.
+
+    Raises:
+        UserError: the shapes do not fit, or a row's mask has holes.
+    """
+    if not isinstance(input_ids, Tensor):
+        return [row.view(-1) for row in input_ids]
+    rows = list(input_ids.view(1, -1) if input_ids.dim() == 1 else input_ids)
+    if attention_mask is None:
+        return rows
+    if attention_mask.view(len(rows), -1).shape != (len(rows), len(rows[0])):
+        raise UserError(f"attention_mask has shape {tuple(attention_mask.shape)}, input_ids {tuple(input_ids.shape)}")
+    kept = []
+    for number, (row, mask) in enumerate(zip(rows, attention_mask.view(len(rows), -1).bool(), strict=True)):
+        places = mask.nonzero()[:, 0]
+        if len(places) and int(places[-1] - places[0]) + 1 != len(places):
+            raise UserError(f"attention_mask of row {number} has a hole; only padding at the ends can be masked")
+        kept.append(row[mask.to(row.device)])
+    return kept
+
+
+def _per_row(
+    generator: torch.Generator | Sequence[torch.Generator | None] | None, rows: int, device: torch.device
+) -> Generators:
+    generators = [generator] * rows if generator is None or isinstance(generator, torch.Generator) else list(generator)
+    if len(generators) != rows:
+        raise UserError(f"{len(generators)} generators for {rows} prompts; give one, or one per prompt")
+    for each in generators:
+        if each is not None and each.device.type != device.type:
+            raise UserError(f"the generator is on {each.device}, the backbone on {device}; make it there")
+    return generators
+
+
+def _pad(rows: Sequence[Tensor], value: int) -> Tensor:
+    return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=value)

@@ -88,11 +88,19 @@ class Tree:
     @cached_property
     def ancestor_mask(self) -> Tensor:
         """``(N, N)`` bool: row i may attend to column j, i.e. j is i or an ancestor of i."""
-        mask = torch.eye(self.size, dtype=torch.bool)
+        mask = [[False] * self.size for _ in self.paths]
+        for node, line in enumerate(self.ancestors):
+            for ancestor in line:
+                mask[node][ancestor] = True
+        return torch.tensor(mask)
+
+    @cached_property
+    def ancestors(self) -> tuple[tuple[int, ...], ...]:
+        """Node -> the nodes from the root to it, both included."""
+        lines: list[tuple[int, ...]] = []
         for node, parent in enumerate(self.parents):
-            if parent >= 0:  # parents come first, so their row is complete
-                mask[node] |= mask[parent]
-        return mask
+            lines.append((*lines[parent], node) if parent >= 0 else (node,))
+        return tuple(lines)
 
     def ranks_needed(self) -> list[int]:
         """Per depth 1..depth, how many of that head's best tokens the tree uses."""
@@ -110,14 +118,17 @@ class Tree:
             if ranks > vocab_size:
                 raise UserError(f"tree: rank {ranks - 1} at depth {depth}, but head {depth} has {vocab_size} tokens")
 
+    def to_json(self) -> dict[str, list[list[int]]]:
+        """``{"paths": [[0], [0, 0], ...]}``, the root implied."""
+        return {"paths": [list(node) for node in self.paths if node]}
+
     def save(self, path: str | Path) -> None:
-        """Write ``{"paths": [[0], [0, 0], ...]}`` (the root is implied)."""
-        text = json.dumps({"paths": [list(node) for node in self.paths if node]})
-        Path(path).write_text(text + "\n", encoding="utf-8")
+        """Write `to_json` to a file."""
+        Path(path).write_text(json.dumps(self.to_json()) + "\n", encoding="utf-8")
 
     @classmethod
     def load(cls, path: str | Path) -> Tree:
-        """Read what `save` wrote.
+        """Read what `save` wrote; other keys are ignored.
 
         Raises:
             UserError: the file is missing or is not such a list.

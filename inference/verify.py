@@ -1,104 +1,261 @@
-"""Verification: from the target model's view of a drafted tree to the tokens that are emitted.
+"""Verification: from the target model's view of drafted trees to the tokens that are emitted.
 
-Pure functions on tensors; no tokenizer, model or cache. Each takes the target distribution at every node (the root
-included) and the drafted tokens, and returns the accepted path and the token that follows it.
+Functions on tensors; no tokenizer, model or cache. Each takes the target logits at every node of a tree per row (the
+root included) and the drafted tokens, and returns each row's accepted path and the token that follows it.
 
-For a tree of *chosen* tokens (top ranks of the heads, not samples) exact sampling needs no acceptance ratio: draw one
-token from the target distribution at the root; while a child of the current node holds the drawn token, move there
-and draw again; the last draw, which no child holds, is the next token. Every emitted token is a draw from the target
-distribution given the text before it, so their joint distribution is the backbone's own, whatever was drafted.
+*Chosen* tokens (top ranks of the heads, a copied phrase) need no acceptance ratio to be exact: draw one token from the
+target distribution at the root; while a child of the current node holds the drawn token, move there and draw again;
+the last draw, which no child holds, is the next token. Every emitted token is a draw from the target distribution
+given the text before it, so their joint distribution is the backbone's own, whatever was drafted.
+
+*Sampled* tokens come with the distribution q that they were drawn from: accept with probability min(1, p/q), else go
+on with the residual max(p - q, 0) and the next sibling (Leviathan et al. 2023, algorithm 1; several siblings: Miao et
+al. 2024, "SpecInfer", algorithm 2). When all are rejected the token is drawn from what is left.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.sampling import Sampling, draw
 from medusa_train.inference.tree import Tree
 
-VerifierName = Literal["greedy", "rejection"]
+VerifierName = Literal["greedy", "rejection", "typical"]
+# (row, drafted tokens from below the root to the node, raw logits (V,)) -> logits (V,)
+Process = Callable[[int, list[int], Tensor], Tensor]
+Generators = Sequence[torch.Generator | None]
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """Outcome of one pass.
+    """Outcome of one pass for one row.
 
     Attributes:
         path: accepted nodes in order, the root first.
-        next_token: the token after the last accepted node, chosen by the target model.
+        tokens: what the row emits: the drafted tokens below the root on that path, then one that the target chose.
     """
 
     path: tuple[int, ...]
-    next_token: int
+    tokens: tuple[int, ...]
+
+    @classmethod
+    def of(cls, path: Sequence[int], drafted: Sequence[int], next_token: int) -> Verdict:
+        return cls(tuple(path), (*(drafted[node] for node in path[1:]), next_token))
 
 
 @dataclass(frozen=True)
-class Sampling:
-    """How logits become the target distribution; applied alike to every node and to the bonus token.
+class Draft:
+    """What a drafter proposes for one pass.
 
     Attributes:
-        temperature: divides the logits; above 0.
-        top_k: keep the k likeliest tokens; 0 keeps all.
-        top_p: keep the smallest set of likeliest tokens whose probability reaches p.
+        trees: a tree per row, all of N nodes; the same object in every row where they do not differ.
+        tokens: ``(B, N)`` token ids, the roots' first.
+        probabilities: ``(B, N, V)`` fp32, at each node the distribution that its children were drawn from,
+            independently of each other; None if the tokens were chosen, not drawn.
     """
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.temperature <= 0 or self.top_k < 0 or not 0 < self.top_p <= 1:
-            raise UserError(f"sampling needs temperature > 0, top_k >= 0 and 0 < top_p <= 1, got {self}")
-
-    def probabilities(self, logits: Tensor) -> Tensor:
-        """``(..., V)`` logits -> fp32 probabilities that sum to 1."""
-        logits = logits.float() / self.temperature
-        if 0 < self.top_k < logits.shape[-1]:
-            kept = logits.topk(self.top_k, dim=-1)
-            logits = torch.full_like(logits, -torch.inf).scatter(-1, kept.indices, kept.values)
-        probabilities = logits.softmax(dim=-1)
-        if self.top_p < 1:
-            ordered, order = probabilities.sort(dim=-1, descending=True)
-            # A token stays while the probability before it is below p, so the likeliest always stays.
-            ordered = ordered.masked_fill(ordered.cumsum(dim=-1) - ordered >= self.top_p, 0.0)
-            probabilities = torch.zeros_like(probabilities).scatter(-1, order, ordered)
-            probabilities = probabilities / probabilities.sum(dim=-1, keepdim=True)
-        return probabilities
+    trees: Sequence[Tree]
+    tokens: Tensor
+    probabilities: Tensor | None = None
 
 
-def verify_greedy(logits: Tensor, tokens: Sequence[int], tree: Tree) -> Verdict:
+class NanLogitsError(UserError):
+    """The target's logits are not numbers."""
+
+
+def verify_greedy(logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None = None) -> list[Verdict]:
     """Follow the target's best tokens: the output is that of plain greedy decoding.
 
     Args:
-        logits: ``(N, V)`` target logits at every node.
-        tokens: the N drafted tokens, the root's first.
+        logits: ``(B, N, V)`` target logits at every node.
+        rows: the rows to verify; finished ones are left out.
+        process: changes a node's logits given the text that leads to it; called at visited nodes only and in the
+            order of the text, as plain decoding would call it.
+
+    Returns:
+        One verdict per entry of ``rows``.
+
+    Raises:
+        NanLogitsError: logits of one of the rows are NaN.
     """
-    return _descend(logits.argmax(dim=-1).tolist(), tokens, tree)
+    if process is not None:
+        verdicts = []
+        for row, tokens in _rows(draft, rows):
+            at = partial(_node_logits, logits, draft, process, row, tokens)
+            verdicts.append(descend(tokens, draft.trees[row], _then(at, lambda shaped: int(shaped.argmax()))))
+        return verdicts
+    peak = logits.max(dim=-1)  # NaN counts as the largest
+    # One transfer to the host: it is the only time that the host waits for the device in a greedy step.
+    drafted, wanted, broken = torch.stack([draft.tokens, peak.indices, peak.values.isnan()]).tolist()
+    _refuse_nan(broken, rows)
+    return [descend(drafted[row], draft.trees[row], wanted[row].__getitem__) for row in rows]
 
 
 def verify_rejection(
-    logits: Tensor, tokens: Sequence[int], tree: Tree, sampling: Sampling, generator: torch.Generator | None = None
-) -> Verdict:
-    """Exact sampling for trees of chosen tokens; the output is distributed as plain sampling from the backbone.
+    logits: Tensor,
+    draft: Draft,
+    rows: Sequence[int],
+    process: Process | None = None,
+    *,
+    sampling: Sampling,
+    generators: Generators,
+) -> list[Verdict]:
+    """Exact sampling: the output is distributed as plain sampling from the backbone.
 
-    A draw is made at every node in one call, so that the host waits once; those off the path are never looked at,
-    and draws at different nodes are independent, so the path's own draws are what one-by-one drawing would give.
+    Arguments as in `verify_greedy`, and ``generators``: one per row of the batch (None: torch's own).
     """
-    draws = torch.multinomial(sampling.probabilities(logits), num_samples=1, generator=generator)
-    return _descend(draws[:, 0].tolist(), tokens, tree)
+    if draft.probabilities is not None or process is not None:
+        verdicts = []
+        for row, tokens in _rows(draft, rows):
+            tree, generator = draft.trees[row], generators[row]
+            target = partial(_node_probabilities, logits, draft, process, sampling, row, tokens)
+            if draft.probabilities is None:
+                verdicts.append(descend(tokens, tree, _then(target, partial(_draw, generator=generator))))
+            else:
+                verdicts.append(accept_sampled(tokens, tree, draft.probabilities[row], target, generator))
+        return verdicts
+    # A draw at every node in one call; those off the path are never looked at, and draws at different nodes are
+    # independent, so the path's own are what one-by-one drawing would give.
+    probabilities = sampling.probabilities(logits)
+    broken = probabilities[..., 0].isnan()
+    if all(generator is generators[0] for generator in generators):
+        draws = draw(probabilities, generators[0])
+    else:
+        draws = torch.zeros_like(draft.tokens)
+        for row in rows:
+            draws[row] = draw(probabilities[row], generators[row])
+    drafted, wanted, nan = torch.stack([draft.tokens, draws, broken]).tolist()
+    _refuse_nan(nan, rows)
+    return [descend(drafted[row], draft.trees[row], wanted[row].__getitem__) for row in rows]
 
 
-def _descend(wanted: Sequence[int], tokens: Sequence[int], tree: Tree) -> Verdict:
-    """From the root, move to the child that holds the wanted token for as long as there is one."""
+def verify_typical(
+    logits: Tensor,
+    draft: Draft,
+    rows: Sequence[int],
+    process: Process | None = None,
+    *,
+    sampling: Sampling,
+    generators: Generators,
+    epsilon: float = 0.09,
+    delta: float = 0.3,
+) -> list[Verdict]:
+    """Typical acceptance (Cai et al. 2024, section 2.3.1): lossy, faster at higher temperatures.
+
+    A token x is accepted if p(x) > min(epsilon, delta * exp(-H(p))), H the entropy of p in nats; the longest accepted
+    path wins, and the token after it is a draw from p. The output is *not* distributed as the backbone's samples.
+    """
+    if draft.probabilities is not None:
+        raise UserError("verifier typical takes chosen drafts; a sampling draft model needs verifier rejection")
+    verdicts = []
+    for row, tokens in _rows(draft, rows):
+        tree = draft.trees[row]
+        best: tuple[int, ...] = (0,)
+        paths, seen = [best], dict[int, Tensor]()
+        for path in paths:  # grows while it is walked: breadth first, best ranks first
+            best = path if len(path) > len(best) else best
+            p = seen[path[-1]] = _node_probabilities(logits, draft, process, sampling, row, tokens, path[-1])
+            threshold = min(epsilon, delta * float(torch.exp(torch.special.entr(p).sum().neg())))
+            paths += [(*path, child) for child in tree.children[path[-1]] if float(p[tokens[child]]) > threshold]
+        verdicts.append(Verdict.of(best, tokens, _draw(seen[best[-1]], generators[row])))
+    return verdicts
+
+
+def descend(tokens: Sequence[int], tree: Tree, wanted: Callable[[int], int]) -> Verdict:
+    """From the root, move to the child that holds the wanted token for as long as there is one.
+
+    Several children may hold it (two sources drafted the same phrase): all their branches stay open.
+
+    Args:
+        tokens: the N drafted tokens, the root's first.
+        wanted: node -> the token that the target wants after it; asked once per accepted node, root first.
+    """
+    open_nodes = [0]
+    while True:
+        token = wanted(open_nodes[0])
+        below = [child for node in open_nodes for child in tree.children[node] if tokens[child] == token]
+        if not below:
+            return Verdict.of(tree.ancestors[open_nodes[0]], tokens, token)
+        open_nodes = below
+
+
+def accept_sampled(
+    tokens: Sequence[int],
+    tree: Tree,
+    q: Tensor,
+    target: Callable[[int], Tensor],
+    generator: torch.Generator | None,
+) -> Verdict:
+    """Multi-round rejection sampling down one tree of sampled tokens.
+
+    Args:
+        tokens: the N drafted tokens, the root's first.
+        q: ``(N, V)`` at each node, what its children were drawn from.
+        target: node -> ``(V,)`` the target's probabilities there; asked once per accepted node, root first.
+    """
     path = [0]
     while True:
-        token = wanted[path[-1]]
-        child = next((node for node in tree.children[path[-1]] if tokens[node] == token), None)
-        if child is None:
-            return Verdict(tuple(path), token)
-        path.append(child)
+        p = target(path[-1])
+        accepted = None
+        for child in tree.children[path[-1]]:
+            drawn, chance = tokens[child], torch.rand((), generator=generator, device=p.device)
+            # chance < p/q without the division; p = q is always accepted, because chance < 1 and q(drawn) > 0.
+            if bool(chance * q[path[-1], drawn] < p[drawn]):
+                accepted = child
+                break
+            residual = (p - q[path[-1]]).clamp(min=0)
+            total = residual.sum()
+            # No residual is left only when rounding rejected a token of two equal distributions.
+            p = residual / total if bool(total > 0) else p
+        if accepted is None:
+            return Verdict.of(path, tokens, _draw(p, generator))
+        path.append(accepted)
+
+
+def _rows(draft: Draft, rows: Sequence[int]) -> list[tuple[int, list[int]]]:
+    drafted = draft.tokens.tolist()
+    return [(row, drafted[row]) for row in rows]
+
+
+def _node_logits(
+    logits: Tensor, draft: Draft, process: Process | None, row: int, tokens: Sequence[int], node: int
+) -> Tensor:
+    """``(V,)`` fp32 logits of one node, as the verifier should see them."""
+    shaped = logits[row, node].float()
+    if process is not None:
+        shaped = process(row, [tokens[step] for step in draft.trees[row].ancestors[node][1:]], shaped)
+    if bool(shaped.isnan().any()):
+        raise NanLogitsError("the logits are NaN")
+    return shaped
+
+
+def _node_probabilities(
+    logits: Tensor,
+    draft: Draft,
+    process: Process | None,
+    sampling: Sampling,
+    row: int,
+    tokens: Sequence[int],
+    node: int,
+) -> Tensor:
+    return sampling.probabilities(_node_logits(logits, draft, process, row, tokens, node))
+
+
+def _draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
+    return int(draw(probabilities, generator))
+
+
+def _then(at: Callable[[int], Tensor], choose: Callable[[Tensor], int]) -> Callable[[int], int]:
+    return lambda node: choose(at(node))
+
+
+def _refuse_nan(broken: Sequence[Sequence[int]], rows: Sequence[int]) -> None:
+    if any(any(broken[row]) for row in rows):
+        raise NanLogitsError("the logits are NaN")

@@ -3,44 +3,113 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
 
 import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.text import Text
 from tokenizers.decoders import DecodeStream
 
 from medusa_train.data.chat import Message, load_chat_tokenizer, render_prompt
+from medusa_train.inference.drafters import Drafter, NoDrafter
+from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
+from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
 from medusa_train.inference.stats import DecodeStats
 
-_GREEN, _PLAIN = "\033[32m", "\033[0m"
+DrafterName = Literal["medusa", "adaptive", "medusa-lookup", "lookup", "plain"]
+
+
+def make_drafter(model: MedusaModel, name: str) -> Drafter:
+    """A drafter by its name on the command line.
+
+    Raises:
+        UserError: no such drafter, or these heads cannot serve it.
+    """
+    if name == "medusa":
+        return model.drafter
+    if name == "adaptive":
+        return model.adaptive_drafter()
+    if name == "medusa-lookup":
+        return MedusaLookupDrafter(model.drafter, PromptLookupDrafter())
+    if name == "lookup":
+        return PromptLookupDrafter()
+    if name == "plain":
+        return NoDrafter()
+    raise UserError(f"no drafter {name!r}; there are {', '.join(get_args(DrafterName))}")
 
 
 class Chat:
-    """Heads, their backbone and its tokenizer."""
+    """Heads, their backbone and its tokenizer.
 
-    def __init__(self, heads: str, backbone: str | None = None) -> None:
+    Attributes:
+        totals: counters of every answer so far.
+    """
+
+    def __init__(self, heads: str, backbone: str | None = None, drafter: str = "medusa") -> None:
         self.model = MedusaModel.from_pretrained(heads, backbone)
+        self.drafter = make_drafter(self.model, drafter)
         self.tokenizer = load_chat_tokenizer(self.model.backbone.source)
+        self.totals = DecodeStats()
 
     def answer(
         self, messages: Sequence[Message], max_new_tokens: int, temperature: float, seed: int, color: bool
     ) -> str:
-        """Stream the answer to standard output, then one line of figures to standard error; returns the text.
+        """Show the answer as it comes and what it cost; returns the text.
 
-        With ``color``, tokens that the heads drafted are green: they came without a backbone pass of their own.
+        On a terminal, with ``color``, drafted tokens are green (they came without a backbone pass of their own) and the
+        figures run along below. Elsewhere the text goes to standard output and one line of figures to standard error.
         """
-        prompt = torch.tensor(render_prompt(self.tokenizer, messages))
-        stats, stream, text = DecodeStats(), DecodeStream(skip_special_tokens=True), ""
-        generator = torch.Generator(self.model.backbone.device).manual_seed(seed)
-        blocks = self.model.stream(prompt, max_new_tokens, temperature=temperature, generator=generator, stats=stats)
-        for block in blocks:
-            for place, token in enumerate(block.tokens):
-                piece = stream.step(self.tokenizer.backend_tokenizer, token) or ""
-                text += piece
-                sys.stdout.write(f"{_GREEN}{piece}{_PLAIN}" if color and place < block.drafted else piece)
-            sys.stdout.flush()
-        sys.stdout.write("\n")
-        if stats.tokens_per_step is not None:
-            speed = stats.step_tokens / stats.decode_seconds
-            sys.stderr.write(f"[{stats.tokens_per_step:.2f} tokens per step, {speed:.1f} tokens/s]\n")
+        stats = DecodeStats()
+        pieces = self._pieces(messages, max_new_tokens, temperature, seed, stats)
+        console = Console(highlight=False)
+        text = _show_live(pieces, stats, console) if color and console.is_terminal else _show_plain(pieces, stats)
+        self.totals.add(stats)
         return text
+
+    def _pieces(
+        self, messages: Sequence[Message], max_new_tokens: int, temperature: float, seed: int, stats: DecodeStats
+    ) -> Iterator[list[tuple[str, bool]]]:
+        """Per step, the text of each token and whether it was drafted."""
+        prompt = torch.tensor(render_prompt(self.tokenizer, messages))
+        decoder = DecodeStream(skip_special_tokens=True)
+        generator = torch.Generator(self.model.backbone.device).manual_seed(seed)
+        for block in self.model.stream(
+            prompt, max_new_tokens, temperature=temperature, generator=generator, drafter=self.drafter, stats=stats
+        ):
+            yield [
+                (decoder.step(self.tokenizer.backend_tokenizer, token) or "", place < block.drafted)
+                for place, token in enumerate(block.tokens)
+            ]
+
+
+def _show_plain(steps: Iterator[list[tuple[str, bool]]], stats: DecodeStats) -> str:
+    text = ""
+    for step in steps:
+        words = "".join(piece for piece, _ in step)
+        text += words
+        sys.stdout.write(words)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    sys.stdout.flush()
+    sys.stderr.write(_figures(stats) + "\n")
+    return text
+
+
+def _show_live(steps: Iterator[list[tuple[str, bool]]], stats: DecodeStats, console: Console) -> str:
+    shown = Text()
+    with Live(console=console, auto_refresh=False, vertical_overflow="visible") as live:
+        for step in steps:
+            for piece, drafted in step:
+                shown.append(piece, style="green" if drafted else "")
+            live.update(Group(shown, Text(_figures(stats), style="dim")), refresh=True)
+    return shown.plain
+
+
+def _figures(stats: DecodeStats) -> str:
+    if stats.tokens_per_step is None or not stats.decode_seconds:
+        return f"[{stats.prefill_tokens} token]"
+    speed = stats.step_tokens / stats.decode_seconds
+    return f"[{stats.tokens_per_step:.2f} tokens per step, {speed:.1f} tokens/s, {stats.last_pass_size} tokens a pass]"

@@ -159,6 +159,7 @@ HeadsArgument = Annotated[str, typer.Argument(help="Folder or Hub repository of 
 BackboneOption = Annotated[str | None, typer.Option("--backbone", help="Another source than the heads' config names.")]
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")]
+DrafterOption = Annotated[str, typer.Option("--drafter", help="medusa, adaptive, medusa-lookup, lookup or plain.")]
 ColorOption = Annotated[bool, typer.Option("--color", help="Colour the tokens that heads drafted.")]
 
 
@@ -170,12 +171,13 @@ def generate(
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
+    drafter: DrafterOption = "medusa",
     color: ColorOption = False,
 ) -> None:
     """Answer one prompt."""
     from medusa_train.chat import Chat
 
-    chat = Chat(heads, backbone)
+    chat = Chat(heads, backbone, drafter)
     chat.answer([{"role": "user", "content": prompt}], max_new_tokens, temperature, seed, color)
 
 
@@ -186,12 +188,16 @@ def chat_command(
     max_new_tokens: TokensOption = 512,
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
+    drafter: DrafterOption = "medusa",
     color: ColorOption = True,
+    metrics_port: Annotated[int | None, typer.Option("--metrics-port", help="Serve Prometheus metrics here.")] = None,
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
     from medusa_train.chat import Chat
 
-    chat, messages = Chat(heads, backbone), []
+    chat, messages = Chat(heads, backbone, drafter), []
+    if metrics_port is not None:
+        _serve_metrics(chat.totals, metrics_port)
     while True:
         try:
             said = input("you: ").strip()
@@ -202,6 +208,19 @@ def chat_command(
         messages.append({"role": "user", "content": said})
         answer = chat.answer(messages, max_new_tokens, temperature, seed, color)
         messages.append({"role": "assistant", "content": answer})
+
+
+def _serve_metrics(stats: Any, port: int) -> None:
+    from medusa_train.inference.errors import UserError
+
+    try:
+        from medusa_train.inference.telemetry import serve_metrics
+    except ImportError as error:
+        raise UserError("--metrics-port needs prometheus_client; run: pip install 'medusa-train[metrics]'") from error
+    try:
+        serve_metrics(stats, port)
+    except OSError as error:
+        raise UserError(f"--metrics-port {port}: {error.strerror}; choose another port") from error
 
 
 def main() -> None:

@@ -23,18 +23,19 @@ from medusa_train.data.hidden_states import read_cache, write_cache
 from medusa_train.data.prompts import load_prompts, synthesize_prompts
 from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, read_prompts, read_rows
 from medusa_train.eval.acceptance import token_ranks
+from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.eval.evaluate import evaluate
 from medusa_train.eval.report import write_report
 from medusa_train.eval.speed import measure_step_seconds
 from medusa_train.eval.tree_search import best_tree, choose_tree, count_prefixes
+from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone, load_backbone
-from medusa_train.inference.checkpoint import TREE, load_heads, save_heads
+from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.model import MedusaModel
-from medusa_train.inference.tree import Tree
 from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
 from medusa_train.recipe import Recipe
@@ -72,7 +73,7 @@ class Job:
         """The trained heads on the job's backbone, with their tree if one was chosen."""
         checkpoint = load_heads(self.folder.heads)
         self.backbone.check_probe(checkpoint.probe, str(self.folder.heads))
-        return MedusaModel(self.backbone, checkpoint.heads, checkpoint.tree)
+        return MedusaModel(self.backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration)
 
 
 def run_prompts(job: Job) -> dict[str, Any]:
@@ -171,19 +172,25 @@ def run_train(job: Job) -> dict[str, Any]:
 
 
 def run_tree(job: Job) -> dict[str, Any]:
-    """Choose the tree from calibration ranks and measured step times; write it beside the heads."""
+    """Choose the tree from calibration ranks and measured step times; write it, and what adaptive drafting needs."""
     section, folder = job.recipe.inference, job.folder
     stage = folder.begin("tree")
     model = job.medusa_model()
-    ranks = token_ranks(model, read_cache(folder.stage("cache") / "calibration"))
+    shards = read_cache(folder.stage("cache") / "calibration")
+    ranks = token_ranks(model, shards)
     max_rank = min(section.max_rank, model.heads.config.projection_size)
     prefixes = count_prefixes(ranks.calibration(), max_rank)
-    trees = {tree.size: tree for tree in (best_tree(prefixes, size) for size in sorted(set(section.tree_sizes)))}
-    candidates: list[Tree] = list(trees.values())
+    # One token per pass is always measured: it is what every tree is compared with.
+    trees = {size: best_tree(prefixes, size) for size in sorted({1, *section.tree_sizes})}
+    candidates = list({tree.size: tree for tree in trees.values()}.values())
     prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
     seconds = measure_step_seconds(model, candidates, prompt, section.step_time_steps, section.step_time_rounds)
     choices = choose_tree(prefixes, candidates, seconds)
-    choices[0].tree.save(folder.heads / TREE)
+    offered = {trees[size].size for size in section.tree_sizes}
+    chosen = next(choice.tree for choice in choices if choice.tree.size in offered)
+    step_seconds = {tree.size: time for tree, time in zip(candidates, seconds, strict=True)}
+    largest = max(candidates, key=lambda tree: tree.size)
+    save_tree(folder.heads, chosen, Calibration(largest, fit_temperatures(model, shards), step_seconds))
     table = [
         {
             "size": choice.tree.size,
@@ -194,7 +201,7 @@ def run_tree(job: Job) -> dict[str, Any]:
         for choice in sorted(choices, key=lambda choice: choice.tree.size)
     ]
     write_json(stage / "sizes.json", table)
-    return {"chosen_size": choices[0].tree.size, "sizes": table, "calibration_positions": prefixes.positions}
+    return {"chosen_size": chosen.size, "sizes": table, "calibration_positions": prefixes.positions}
 
 
 def run_eval(job: Job) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from conftest import make_llama, random_heads
 from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.verify import Draft
 
 TREES = [
     Tree.root_only(),
@@ -35,26 +36,28 @@ TREES = [
 class Oracle:
     """Drafts the true continuation in a branch that changes from step to step, so every path gets accepted."""
 
-    chosen = True
+    def __init__(self, tree, truths):
+        self.tree, self.truths, self.max_size = tree, truths, tree.size
 
-    def __init__(self, tree, prompt, truth):
-        self.tree, self.text, self.turn = tree, [*prompt.tolist(), *truth], 0
-        self.done = len(prompt)
-
-    def draft(self, hidden, root):
-        self.turn += 1
+    def start(self, prompts, max_new_tokens, generators):
+        turn, lengths = 0, [len(prompt) for prompt in prompts]
         leaves = [node for node in range(self.tree.size) if not self.tree.children[node]]
-        branch = {leaves[self.turn % len(leaves)]}
-        while (parent := self.tree.parents[min(branch)]) > 0:
-            branch.add(parent)
-        ahead = self.text[self.done + 1 :]
-        tokens = [int(root)]
-        for node, path in enumerate(self.tree.paths[1:], start=1):
-            true = ahead[len(path) - 1] if len(path) <= len(ahead) else 1
-            tokens.append(true if node in branch else (true + 1 + node) % 60)
-        # What will be accepted is the branch, cut where the truth ends.
-        self.done += min(max(len(self.tree.paths[node]) for node in branch), len(ahead)) + 1
-        return torch.tensor(tokens)
+
+        def draft(context):
+            nonlocal turn
+            turn += 1
+            rows = []
+            for row, text in enumerate(context.texts):
+                branch = self.tree.ancestors[leaves[(turn + row) % len(leaves)]]
+                ahead = self.truths[row][len(text) - lengths[row] :]
+                tokens = [text[-1]]
+                for node, path in enumerate(self.tree.paths[1:], start=1):
+                    true = ahead[len(path) - 1] if len(path) <= len(ahead) else 1
+                    tokens.append(true if node in branch else (true + 1 + node) % 60)
+                rows.append(tokens)
+            return Draft([self.tree] * len(rows), torch.tensor(rows))
+
+        return draft
 
 
 def greedy(model, prompt, count, **options):
@@ -82,7 +85,7 @@ def test_accepted_branches_equal_transformers_greedy(tiny_llama, tree):
     for prompt in prompts(5, 4):
         expected = greedy(tiny_llama, prompt, 50)
         truth = expected[len(prompt) :]
-        out = model.generate(prompt, 50, eos_token_ids=(), drafter=Oracle(tree, prompt, truth))
+        out = model.generate(prompt, 50, eos_token_ids=(), drafter=Oracle(tree, [truth]))
         assert out.sequences[0].tolist() == expected
         assert out.stats.tokens_per_step > 1.5
         assert out.stats.prefill_tokens + out.stats.step_tokens == 50
@@ -121,7 +124,7 @@ def test_stock_architectures_decode_exactly(name, attention):
     for length in (1, 13):  # one token, and more than the window
         prompt = prompts(1, length)[0]
         expected = greedy(backbone, prompt, 30)
-        drafter = Oracle(TREES[3], prompt, expected[length:])
+        drafter = Oracle(TREES[3], [expected[length:]])
         assert model.generate(prompt, 30, eos_token_ids=(), drafter=drafter).sequences[0].tolist() == expected
         assert model.generate(prompt, 30, eos_token_ids=()).sequences[0].tolist() == expected
 
@@ -151,9 +154,9 @@ def test_the_budget_is_met_exactly_inside_a_block(tiny_llama, budget):
     tree, prompt = Tree.chain(3), prompts(1, 5)[0]
     truth = greedy(tiny_llama, prompt, 20)[5:]
     model = MedusaModel(tiny_llama, random_heads(), tree)
-    out = model.generate(prompt, budget, eos_token_ids=(), drafter=Oracle(tree, prompt, truth))
+    out = model.generate(prompt, budget, eos_token_ids=(), drafter=Oracle(tree, [truth]))
     assert out.sequences[0, 5:].tolist() == truth[:budget]
-    assert out.finish_reason == "length"
+    assert out.finish_reasons == ["length"]
 
 
 def test_any_of_several_end_tokens_stops_inside_a_block(tiny_llama):
@@ -163,10 +166,10 @@ def test_any_of_several_end_tokens_stops_inside_a_block(tiny_llama):
         ends = (truth[place], 63)
         expected = truth[: truth.index(truth[place]) + 1]
         model = MedusaModel(tiny_llama, random_heads(), tree)
-        out = model.generate(prompt, 20, eos_token_ids=ends, drafter=Oracle(tree, prompt, truth))
+        out = model.generate(prompt, 20, eos_token_ids=ends, drafter=Oracle(tree, [truth]))
         if 63 not in expected:
             assert out.sequences[0, 5:].tolist() == expected
-            assert out.finish_reason == "stop"
+            assert out.finish_reasons == ["stop"]
 
 
 def test_a_prompt_that_ends_in_an_end_token_still_generates(tiny_llama):
@@ -177,7 +180,7 @@ def test_a_prompt_that_ends_in_an_end_token_still_generates(tiny_llama):
 def test_passes_can_be_bounded(tiny_llama):
     out = MedusaModel(tiny_llama, random_heads()).generate(prompts(1, 5)[0], 50, eos_token_ids=(), max_steps=4)
     assert out.stats.steps == 4
-    assert out.finish_reason == "steps"
+    assert out.finish_reasons == ["steps"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])
@@ -191,7 +194,7 @@ def test_the_end_of_the_context_is_reached_and_not_crossed(kind):
     model = MedusaModel(backbone, random_heads(), TREES[3])
     prompt = prompts(1, 22)[0]
     out = model.generate(prompt, 50, eos_token_ids=())
-    assert out.finish_reason == "context"
+    assert out.finish_reasons == ["context"]
     assert out.sequences[0].tolist() == greedy(backbone, prompt, 2)
     with pytest.raises(UserError, match="reads at most 23"):
         model.generate(prompts(1, 24)[0], 5)
@@ -236,8 +239,8 @@ def test_contradicting_settings_are_refused(tiny_llama):
         model.generate(prompt, 5, verifier="greedy", temperature=0.5)
     with pytest.raises(UserError, match="temperature > 0"):
         model.generate(prompt, 5, verifier="rejection")
-    with pytest.raises(UserError, match="one prompt at a time"):
-        model.generate(torch.ones(2, 5, dtype=torch.long), 5)
+    with pytest.raises(UserError, match="stream takes one prompt"):
+        model.stream(torch.ones(2, 5, dtype=torch.long), 5)
     with pytest.raises(UserError, match="no token"):
         model.generate(torch.tensor([], dtype=torch.long), 5)
 

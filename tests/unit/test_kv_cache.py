@@ -1,4 +1,4 @@
-"""Path commit: accepted nodes move into place, per layer, nothing else changes."""
+"""Path commit: accepted nodes move behind each row's text, per layer, nothing else changes."""
 
 import torch
 from hypothesis import given
@@ -7,36 +7,76 @@ from hypothesis import strategies as st
 from medusa_train.inference.kv_cache import TreeCache
 
 
-def states(tag: float, count: int) -> torch.Tensor:
-    """Keys that say where they come from: ``tag + i`` at position i, for 2 heads of width 3."""
-    return (tag + torch.arange(count, dtype=torch.float32))[None, None, :, None].expand(1, 2, count, 3).clone()
+def states(tags: list[float], count: int) -> torch.Tensor:
+    """Keys that say where they come from: row b's position i holds ``tags[b] + i``, for 2 heads of width 3."""
+    rows = torch.tensor(tags)[:, None] + torch.arange(count, dtype=torch.float32)
+    return rows[:, None, :, None].expand(len(tags), 2, count, 3).clone()
 
 
-@given(st.lists(st.lists(st.integers(0, 5), min_size=1, max_size=6, unique=True), min_size=1, max_size=4))
-def test_committed_positions_hold_the_accepted_nodes(paths):
-    cache = TreeCache(num_layers=2, capacity=64)
-    expected: list[float] = []
-    for turn, path in enumerate(paths):
-        path = sorted(path)  # a path's nodes have rising indices
-        for layer in range(2):
-            tag = 1000 * (layer + 1) + 100 * turn
-            keys, _ = cache.update(states(tag, 6), states(tag + 0.5, 6), layer)
-            assert keys.shape[2] == cache.length + 6
-        cache.commit(path)
-        expected += [100 * turn + node for node in path]
-        assert cache.length == len(expected)
+@st.composite
+def walks(draw):
+    """Prompt lengths of some rows, and per pass (nodes, a path per row)."""
+    lengths = draw(st.lists(st.integers(1, 5), min_size=1, max_size=3))
+    passes = []
+    for _ in range(draw(st.integers(1, 5))):
+        nodes = draw(st.integers(1, 6))
+        path = st.lists(st.integers(0, nodes - 1), max_size=nodes, unique=True).map(sorted)
+        passes.append((nodes, [draw(path) for _ in lengths]))
+    return lengths, passes
+
+
+@given(walks(), st.sampled_from([1, 4, 16]))
+def test_every_row_holds_its_prompt_and_its_accepted_nodes(walk, bucket):
+    lengths, passes = walk
+    rows = range(len(lengths))
+    cache = TreeCache(num_layers=2, scratch=6, capacity=64, bucket=bucket)
+    expected = [[float(100 * row + i) for i in range(lengths[row])] for row in rows]
     for layer in range(2):
-        held = cache.layers[layer]
-        assert held.keys[0, 1, : len(expected), 2].tolist() == [1000 * (layer + 1) + e for e in expected]
-        assert held.values[0, 0, : len(expected), 0].tolist() == [1000 * (layer + 1) + e + 0.5 for e in expected]
+        cache.update(
+            states([100.0 * row for row in rows], max(lengths)), states([0.0] * len(rows), max(lengths)), layer
+        )
+    cache.finish_prompt(lengths)
+    for turn, (nodes, paths) in enumerate(passes, start=1):
+        tags = [1000.0 * turn + 100 * row for row in rows]
+        for layer in range(2):
+            keys, values = cache.update(states(tags, nodes), states([tag + 0.5 for tag in tags], nodes), layer)
+            assert keys.shape[2] == values.shape[2] == nodes + cache.visible
+            assert cache.visible % bucket == 0
+            for row in rows:
+                # What attention sees: the nodes, then the committed text (then columns that masks close).
+                assert keys[row, 1, :nodes, 2].tolist() == [tags[row] + node for node in range(nodes)]
+                assert keys[row, 0, nodes : nodes + len(expected[row]), 0].tolist() == expected[row]
+        cache.commit(paths, nodes)
+        for row in rows:
+            expected[row] += [tags[row] + node for node in paths[row]]
+        assert cache.lengths == [len(row) for row in expected]
+    for layer in cache.layers:
+        for row in rows:
+            assert layer.keys[row, 1, 6 : 6 + len(expected[row]), 2].tolist() == expected[row]
+            new = expected[row][lengths[row] :]
+            held = layer.values[row, 1, 6 + lengths[row] : 6 + len(expected[row]), 2].tolist()
+            assert held == [tag + 0.5 for tag in new]
 
 
 def test_memory_follows_the_request_and_keys_may_be_wider_than_values():
-    cache = TreeCache(num_layers=1, capacity=10)
-    cache.update(torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4, 5), 0)
-    assert cache.layers[0].keys.shape == (1, 2, 10, 8)
-    assert cache.layers[0].values.shape == (1, 2, 10, 5)
+    cache = TreeCache(num_layers=1, scratch=4, capacity=10, bucket=8)
+    cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 5), 0)
+    assert cache.layers[0].keys.shape == (1, 2, 4 + 16, 8)
+    assert cache.layers[0].values.shape == (1, 2, 4 + 16, 5)
     assert cache.get_seq_length() == 0  # nothing is committed yet
-    cache.commit(range(4))
-    assert cache.get_seq_length() == 4
-    assert cache.get_mask_sizes(3, 0) == (7, 0)
+    assert cache.get_mask_sizes(3, 0) == (3, 0)
+    cache.finish_prompt([3])
+    assert cache.lengths == [3]
+    assert cache.visible == 8
+    assert cache.get_mask_sizes(3, 0) == (11, 0)
+
+
+def test_forgetting_the_tail_lets_it_be_overwritten():
+    cache = TreeCache(num_layers=1, scratch=2, capacity=10)
+    cache.update(states([0.0], 5), states([0.0], 5), 0)
+    cache.finish_prompt([5])
+    cache.set_lengths([3])
+    keys, _ = cache.update(states([70.0], 2), states([70.0], 2), 0)
+    assert keys[0, 0, :, 0].tolist() == [70, 71, 0, 1, 2]
+    cache.commit([[0, 1]], 2)
+    assert cache.layers[0].keys[0, 0, 2:7, 0].tolist() == [0, 1, 2, 70, 71]

@@ -89,7 +89,7 @@ def test_replay_counts_like_decoding():
     # A chain of 2 accepts two drafts at the first place, none at the next, one at the end of the answer.
     answer = [[0, 0], [9, 9], [9, 9], [MISS, 0], [0, 0], [0, 0]]
     stats = replay(ranks_of([answer, answer]), Tree.chain(2))
-    assert stats.emitted == [3, 1, 1] * 2
+    assert stats.histogram == {3: 2, 1: 4}
     assert stats.prefill_tokens == 2
     assert stats.prefill_tokens + stats.step_tokens == 2 * len(answer)
 
@@ -104,7 +104,7 @@ def test_replay_emits_every_token_once(answers, size):
     tree = best_tree(count_prefixes(ranks.ranks, 4), size)
     stats = replay(ranks, tree)
     assert stats.prefill_tokens + stats.step_tokens == sum(map(len, answers))
-    assert all(1 <= emitted <= tree.depth + 1 for emitted in stats.emitted)
+    assert all(1 <= emitted <= tree.depth + 1 for emitted in stats.histogram)
 
 
 def test_recall_divides_by_the_targets_of_each_head():

@@ -1,0 +1,186 @@
+"""Trees that follow the heads' confidence from step to step.
+
+A static tree is right on average; some steps deserve a deep chain and some nothing. `AdaptiveDrafter` ranks the nodes
+of a larger tree by how likely each is accepted (the product of the heads' calibrated probabilities down its path), and
+verifies as many of the best as give the most expected tokens per second on this device. A path is never likelier than
+its prefix, so the best n nodes are always a tree.
+
+Confidence alone is not trusted: the expected gain is scaled by what past steps really accepted. When no size beats
+plain decoding, steps draft nothing for a while, then a small tree probes whether drafting pays again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from medusa_train.inference.drafters import Context, Drafting
+from medusa_train.inference.errors import UserError
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.tree import Tree
+from medusa_train.inference.verify import Draft, Generators
+
+TRUST_DECAY = 0.95  # weight of the past, per step, in the ratio of accepted to expected drafts
+PROBE_EVERY = 16  # plain steps before a probe
+
+
+@dataclass(frozen=True)
+class Calibration:
+    """What adaptive drafting needs to know; measured by ``medusa-train tree``.
+
+    Attributes:
+        superset: the nodes to choose from.
+        temperatures: per head, divides its logits so that its probabilities are those of being right.
+        step_seconds: tokens per pass -> seconds of a whole step on this device; 1 is plain decoding.
+    """
+
+    superset: Tree
+    temperatures: tuple[float, ...]
+    step_seconds: dict[int, float]
+
+    def __post_init__(self) -> None:
+        if len(self.temperatures) < self.superset.depth or not all(t > 0 for t in self.temperatures):
+            raise UserError(f"tree: {self.superset.depth} positive temperatures are needed, got {self.temperatures}")
+        if 1 not in self.step_seconds or not all(t > 0 for t in self.step_seconds.values()):
+            raise UserError("tree: step_seconds must hold positive times, that of 1 token among them")
+        if max(self.step_seconds) > self.superset.size:
+            raise UserError(f"tree: step_seconds has size {max(self.step_seconds)}, the tree {self.superset.size}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "superset": [list(path) for path in self.superset.paths if path],
+            "temperatures": list(self.temperatures),
+            "step_seconds": {str(size): seconds for size, seconds in self.step_seconds.items()},
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Calibration:
+        return cls(
+            Tree.from_paths(content["superset"]),
+            tuple(map(float, content["temperatures"])),
+            {int(size): float(seconds) for size, seconds in content["step_seconds"].items()},
+        )
+
+
+class AdaptiveDrafter:
+    """Chooses a tree's nodes and its size anew for every step."""
+
+    def __init__(self, heads: MedusaHeads, calibration: Calibration, size: int | None = None) -> None:
+        """Prepare the superset.
+
+        Args:
+            heads: as `MedusaModel` keeps them, on the backbone's device.
+            calibration: see `Calibration`.
+            size: always this many tokens per pass (a dynamic tree of static shape); None adapts the size as well.
+
+        Raises:
+            UserError: the superset does not fit the heads, or the size is not one of 2..superset.size.
+        """
+        superset = calibration.superset
+        superset.check(heads.config.num_heads, heads.config.projection_size)
+        if size is not None and not 2 <= size <= superset.size:
+            raise UserError(f"a dynamic tree needs a size from 2 to {superset.size}, got {size}")
+        self.heads, self.calibration, self.size = heads, calibration, size
+        self.max_size = size or max(calibration.step_seconds)
+        self._ranks = superset.ranks_needed()
+        device = heads.draft_token_ids.device
+        starts = [0]
+        for ranks in self._ranks:
+            starts.append(starts[-1] + ranks)
+        # Node (without the root) -> its place in [head 1's best, head 2's best, ...] laid end to end.
+        self._columns = torch.tensor([starts[len(path) - 1] + path[-1] for path in superset.paths[1:]], device=device)
+        self._ancestors = superset.ancestor_mask[1:, 1:].float().to(device)
+        self._subtree = lru_cache(maxsize=1024)(self._make_subtree)
+
+    def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
+        sizes = [self.size] if self.size else sorted(self.calibration.step_seconds)
+        chooser = SizeChooser(self.calibration.step_seconds, sizes)
+        plain = Tree.root_only()
+
+        def draft(context: Context) -> Draft:
+            rows = len(context.texts)
+            chooser.observe([context.accepted[row] for row in context.active])
+            if chooser.rests():
+                return Draft([plain] * rows, context.roots[:, None])
+            tokens, chances = self._candidates(context)
+            ordered = chances.sort(dim=1, descending=True, stable=True)  # stable: a parent stays before its child
+            values, order = ordered.values.tolist(), ordered.indices.tolist()
+            size = chooser.choose([values[row] for row in context.active])
+            picked = [sorted(line[: size - 1]) for line in order]
+            index = torch.tensor(picked, device=tokens.device, dtype=torch.long)
+            roots = context.roots[:, None].to(tokens.device)
+            return Draft(
+                [self._subtree(tuple(nodes)) for nodes in picked], torch.cat([roots, tokens.gather(1, index)], dim=1)
+            )
+
+        return draft
+
+    def _candidates(self, context: Context) -> tuple[Tensor, Tensor]:
+        """Tokens of every node of the superset but the root, and the chance that each is accepted: ``(B, S-1)``."""
+        tokens, scores = [], []
+        for head, ranks in enumerate(self._ranks):
+            logits = self.heads(context.hidden, head).float() / self.calibration.temperatures[head]
+            best = logits.log_softmax(dim=-1).topk(ranks)
+            tokens.append(self.heads.draft_token_ids[best.indices])
+            scores.append(best.values)
+        own = torch.cat(scores, dim=1)[:, self._columns]
+        return torch.cat(tokens, dim=1)[:, self._columns], (own @ self._ancestors.T).exp()
+
+    def _make_subtree(self, nodes: tuple[int, ...]) -> Tree:
+        paths = self.calibration.superset.paths
+        return Tree((paths[0], *(paths[node + 1] for node in nodes)))
+
+
+class SizeChooser:
+    """The number of tokens per pass with the most expected tokens per second, step after step.
+
+    Attributes:
+        trust: what past passes accepted / what confidence promised; scales promised gains.
+    """
+
+    def __init__(self, step_seconds: dict[int, float], sizes: Sequence[int]) -> None:
+        self.step_seconds, self.sizes = step_seconds, sizes
+        # Ten imaginary drafts that kept their promise, so that the first few steps do not decide.
+        self._accepted = self._promised = 10.0
+        self._pending = 0.0
+        self._resting = 0
+
+    @property
+    def trust(self) -> float:
+        return self._accepted / self._promised
+
+    def observe(self, accepted: Sequence[int]) -> None:
+        """Learn what the last pass accepted, per row that took part."""
+        if self._pending > 0 and accepted:
+            self._accepted = TRUST_DECAY * self._accepted + sum(accepted) / len(accepted)
+            self._promised = TRUST_DECAY * self._promised + self._pending
+            self._pending = 0.0
+
+    def rests(self) -> bool:
+        """Whether this step drafts nothing because drafting did not pay lately."""
+        if self._resting > 1:
+            self._resting -= 1
+            return True
+        return False
+
+    def choose(self, chances: Sequence[Sequence[float]]) -> int:
+        """Tokens per pass, given each row's node chances, best first."""
+        promised = {size: sum(sum(row[: size - 1]) for row in chances) / len(chances) for size in self.sizes}
+        if len(self.sizes) == 1:
+            return self.sizes[0]
+        speed = {size: (1 + self.trust * promised[size]) / self.step_seconds[size] for size in self.sizes}
+        best = max(speed, key=speed.__getitem__)
+        if best == 1:
+            if self._resting == 1:  # the rest is over: probe with the smallest tree
+                best, self._resting = min(size for size in self.sizes if size > 1), 0
+            else:
+                self._resting = PROBE_EVERY
+        else:
+            self._resting = 0
+        self._pending = promised[best]
+        return best

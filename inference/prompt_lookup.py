@@ -1,0 +1,128 @@
+"""Drafting by copying: what followed the same words earlier in the prompt or the output.
+
+Prompt lookup (Saxena 2023) costs no model call. It is strong where the output repeats its input, as in summaries,
+retrieval and code edits, which is where heads that see one hidden state are weakest; `MedusaLookupDrafter` verifies
+both proposals in one pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from medusa_train.inference.drafters import Context, Drafting, MedusaDrafter
+from medusa_train.inference.errors import UserError
+from medusa_train.inference.tree import RankPath, Tree
+from medusa_train.inference.verify import Draft, Generators
+
+
+class PromptLookupDrafter:
+    """Proposes the continuation of the latest earlier occurrence of the text's last n-gram, as a chain."""
+
+    def __init__(self, num_tokens: int = 8, max_ngram: int = 3, min_ngram: int = 2) -> None:
+        """Set what is looked up.
+
+        Args:
+            num_tokens: length of a proposed continuation.
+            max_ngram: longest n-gram to look for; shorter ones follow.
+            min_ngram: shortest one; with 1, common words trigger useless copies.
+        """
+        if num_tokens < 1 or not 1 <= min_ngram <= max_ngram:
+            raise UserError(
+                "prompt lookup needs num_tokens >= 1 and 1 <= min_ngram <= max_ngram, "
+                f"got {num_tokens}, {min_ngram} and {max_ngram}"
+            )
+        self.num_tokens, self.max_ngram, self.min_ngram = num_tokens, max_ngram, min_ngram
+        self.max_size = num_tokens + 1
+        self._chain, self._root = Tree.chain(num_tokens), Tree.root_only()
+
+    def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
+        find = self.finder(len(prompts))
+
+        def draft(context: Context) -> Draft:
+            copies = find(context)
+            if copies is None:
+                return Draft([self._root] * len(context.texts), context.roots[:, None])
+            return Draft([self._chain] * len(context.texts), torch.cat([context.roots[:, None], copies], dim=1))
+
+        return draft
+
+    def finder(self, rows: int) -> LookupFinder:
+        """A new request's memory of what followed which words."""
+        return LookupFinder([NgramIndex(self.max_ngram, self.min_ngram) for _ in range(rows)], self.num_tokens)
+
+
+class LookupFinder:
+    """Continuations for a batch of texts that grow from call to call."""
+
+    def __init__(self, indices: Sequence[NgramIndex], num_tokens: int) -> None:
+        self.indices, self.num_tokens = indices, num_tokens
+
+    def __call__(self, context: Context) -> Tensor | None:
+        """``(B, num_tokens)`` proposed tokens; None if no active row has any. Rows without repeat their root."""
+        copies: list[list[int] | None] = [None] * len(context.texts)
+        for row in context.active:
+            copies[row] = self.indices[row].continuation(context.texts[row], self.num_tokens)
+        if not any(copies):
+            return None
+        filled = [copy or [text[-1]] * self.num_tokens for copy, text in zip(copies, context.texts, strict=True)]
+        return torch.tensor(filled, device=context.roots.device)
+
+
+class NgramIndex:
+    """Where each n-gram of a growing text was last followed by something."""
+
+    def __init__(self, max_ngram: int, min_ngram: int) -> None:
+        self._sizes = range(max_ngram, min_ngram - 1, -1)
+        self._follower: dict[tuple[int, ...], int] = {}
+        self._read = 1  # positions below this one have been entered as followers
+
+    def continuation(self, text: Sequence[int], count: int) -> list[int] | None:
+        """``count`` tokens after the latest earlier occurrence of the text's last n-gram, longest n first.
+
+        A copy that runs into the end of the text goes on with itself, so that a loop is continued as a loop.
+        """
+        for position in range(self._read, len(text)):
+            for size in self._sizes:
+                if size <= position:
+                    self._follower[tuple(text[position - size : position])] = position
+        self._read = max(self._read, len(text))
+        for size in self._sizes:
+            start = self._follower.get(tuple(text[-size:])) if size <= len(text) else None
+            if start is not None:
+                extended = list(text[start:])
+                while len(extended) < count:
+                    extended += extended[: count - len(extended)]
+                return extended[:count]
+        return None
+
+
+class MedusaLookupDrafter:
+    """A Medusa tree and a copied phrase below one root, verified in one pass."""
+
+    def __init__(self, medusa: MedusaDrafter, lookup: PromptLookupDrafter) -> None:
+        self.medusa, self.lookup = medusa, lookup
+        # The copied chain is one more branch, below a rank that the heads do not use.
+        spare = max(medusa.tree.ranks_needed(), default=0)
+        chain: RankPath = (spare,) + (0,) * (lookup.num_tokens - 1)
+        self.tree = Tree.from_paths([*medusa.tree.paths, chain])
+        self.max_size = self.tree.size
+        node = {path: i for i, path in enumerate(self.tree.paths)}
+        self._heads_at = torch.tensor([node[path] for path in medusa.tree.paths])
+        self._chain_at = torch.tensor([node[chain[:depth]] for depth in range(1, len(chain) + 1)])
+
+    def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
+        find = self.lookup.finder(len(prompts))
+
+        def draft(context: Context) -> Draft:
+            heads, copies = self.medusa.draft(context), find(context)
+            if copies is None:
+                return heads
+            tokens = heads.tokens.new_empty(len(context.texts), self.tree.size)
+            tokens[:, self._heads_at] = heads.tokens
+            tokens[:, self._chain_at] = copies.to(tokens.device)
+            return Draft([self.tree] * len(context.texts), tokens)
+
+        return draft

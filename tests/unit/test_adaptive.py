@@ -1,0 +1,155 @@
+"""Adaptive trees: the likeliest nodes, the fastest size, and never another output."""
+
+import itertools
+import json
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from conftest import make_llama, random_heads
+from medusa_train.data.hidden_states import Shard
+from medusa_train.eval.calibration import fit_temperatures
+from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError
+from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser
+from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
+from medusa_train.inference.drafters import Context
+
+SUPERSET = Tree.from_paths([(0, 0, 0), (0, 1, 0), (1, 0), (1, 1), (2,), (0, 0, 1)])
+
+
+def calibration(**changes):
+    settings = {"superset": SUPERSET, "temperatures": (1.0, 1.5, 0.7), "step_seconds": {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}}
+    return Calibration(**(settings | changes))
+
+
+def context(rows=2, hidden_size=32, seed=0):
+    hidden = torch.randn(rows, hidden_size, generator=torch.Generator().manual_seed(seed))
+    return Context([[5, 7]] * rows, hidden, torch.tensor([7] * rows), list(range(rows)), [0] * rows)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 1000), st.integers(2, 8))
+def test_the_chosen_nodes_are_the_likeliest_tree(seed, size):
+    """Against every tree of that size: none has a larger sum of node chances."""
+    heads = random_heads(seed=seed)
+    drafter = AdaptiveDrafter(heads, calibration(), size)
+    ctx = context(seed=seed)
+    draft = drafter.start([torch.tensor([5])] * 2, 10, [None] * 2)(ctx)
+    for row in range(2):
+        best = [
+            (heads(ctx.hidden, head)[row] / (1.0, 1.5, 0.7)[head]).softmax(-1).sort(descending=True)
+            for head in range(3)
+        ]  # fmt: skip
+
+        def chance(path, best=best):
+            product = 1.0
+            for depth, rank in enumerate(path):
+                product *= float(best[depth].values[rank])
+            return product
+
+        def value(paths):
+            return sum(chance(path) for path in paths)
+
+        every = [
+            nodes
+            for nodes in itertools.combinations(SUPERSET.paths[1:], size - 1)
+            if all(len(path) == 1 or path[:-1] in nodes for path in nodes)
+        ]
+        tree = draft.trees[row]
+        assert tree.size == size
+        assert value(tree.paths[1:]) == pytest.approx(max(map(value, every)), rel=1e-4)
+        # And every node holds the token that its rank stands for.
+        for node, path in enumerate(tree.paths[1:], start=1):
+            assert int(draft.tokens[row, node]) == int(best[len(path) - 1].indices[path[-1]])
+        assert int(draft.tokens[row, 0]) == 7
+
+
+@pytest.mark.parametrize("size", [None, 2, 5, SUPERSET.size])
+def test_output_is_that_of_plain_decoding_alone_and_in_a_batch(size):
+    backbone = make_llama()
+    model = MedusaModel(backbone, random_heads(), calibration=calibration())
+    prompts = [torch.tensor([3, 9, 4]), torch.tensor([8]), torch.tensor([1, 2, 3, 4, 5, 6])]
+    alone = [model.generate(p, 40, eos_token_ids=(), drafter=NoDrafter()).new_tokens[0] for p in prompts]
+    drafter = model.adaptive_drafter(size)
+    assert model.generate(prompts, 40, eos_token_ids=(), drafter=drafter).new_tokens == alone
+    assert [model.generate(p, 40, eos_token_ids=(), drafter=drafter).new_tokens[0] for p in prompts] == alone
+
+
+def test_the_size_with_the_most_tokens_per_second_is_chosen():
+    times = {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.5}
+
+    def chosen(*chances):
+        return SizeChooser(times, [1, 2, 4, 8]).choose([list(chances) + [0.0] * (7 - len(chances))])
+
+    assert chosen(0.05) == 1  # 1.05 / 1.1 < 1
+    assert chosen(0.3) == 2  # 1.30 / 1.1 beats 1.30 / 1.3
+    assert chosen(0.3, 0.3, 0.3) == 4  # 1.90 / 1.3
+    assert chosen(*[0.9] * 7) == 8  # 7.30 / 2.5 beats 3.70 / 1.3
+
+
+def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
+    chooser, sizes = SizeChooser({1: 1.0, 2: 1.2, 4: 1.5}, []), []
+    chooser.sizes = [1, 2, 4]
+    promise = [[0.6, 0.5, 0.4]]
+    kept = 0  # accepted by a drafting pass
+    for turn in range(400):
+        chooser.observe([kept] if sizes and sizes[-1] > 1 else [0])
+        kept = 0 if turn < 200 else 1
+        sizes.append(1 if chooser.rests() else chooser.choose(promise))
+    assert sizes[0] == 4
+    late = sizes[100:200]
+    assert late.count(1) > 80
+    assert 2 <= len(late) - late.count(1) <= 100 // PROBE_EVERY + 2
+    assert sizes[-30:].count(1) == 0
+
+
+def test_a_plan_survives_saving(tmp_path):
+    heads, plan = random_heads(), calibration()
+    save_heads(tmp_path, heads)
+    save_tree(tmp_path, Tree.chain(2), plan)
+    loaded = load_heads(tmp_path)
+    assert (loaded.tree, loaded.calibration) == (Tree.chain(2), plan)
+    save_tree(tmp_path, Tree.chain(2))
+    assert load_heads(tmp_path).calibration is None
+    content = json.loads((tmp_path / "tree.json").read_text()) | {"adaptive": {"superset": [[0]]}}
+    (tmp_path / "tree.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match="'adaptive' is damaged"):
+        load_heads(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"temperatures": (1.0,)}, "3 positive temperatures"),
+        ({"temperatures": (1.0, 0.0, 1.0)}, "3 positive temperatures"),
+        ({"step_seconds": {2: 1.0}}, "that of 1 token"),
+        ({"step_seconds": {1: 1.0, 64: 3.0}}, "has size 64"),
+    ],
+)
+def test_an_impossible_plan_is_refused(changes, message):
+    with pytest.raises(UserError, match=message):
+        calibration(**changes)
+
+
+def test_without_calibration_or_with_an_impossible_size_it_says_so():
+    model = MedusaModel(make_llama(), random_heads())
+    with pytest.raises(UserError, match="medusa-train tree"):
+        model.adaptive_drafter()
+    with pytest.raises(UserError, match="from 2 to 11"):
+        AdaptiveDrafter(random_heads(), calibration(), 12)
+
+
+@pytest.mark.parametrize("truth", [0.7, 1.0, 2.0])
+def test_the_temperature_of_known_distributions_is_found(truth):
+    """Tokens drawn from a head's own distribution at a known temperature; shard positions reach ``ahead`` tokens on."""
+    model = MedusaModel(make_llama(), random_heads())
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(1500, 32, generator=generator).bfloat16()
+    tokens = torch.zeros(1500, dtype=torch.long)
+    with torch.inference_mode():
+        logits = model.heads(hidden.float(), 0) / truth
+    tokens[1:] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:-1, 0]
+    shard = Shard(hidden=hidden, tokens=tokens, ends=torch.full((1500,), 1500))
+    assert fit_temperatures(model, [shard])[0] == pytest.approx(truth, rel=0.15)
