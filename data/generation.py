@@ -11,6 +11,7 @@ from medusa_train.inference.decode import decode
 from medusa_train.inference.drafters import NoDrafter
 from medusa_train.inference.model import make_verifier
 from medusa_train.inference.stats import DecodeStats
+from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Stopping
 
 
@@ -29,7 +30,7 @@ def generate_batch(
     verify = make_verifier(None, temperature, {"top_k": top_k}, generators)
     answers: list[list[int]] = [[] for _ in prompts]
     for blocks in decode(
-        backbone,
+        Step(backbone),
         NoDrafter(),
         verify,
         [torch.tensor(list(prompt)) for prompt in prompts],

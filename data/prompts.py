@@ -80,17 +80,14 @@ def normalized(prompt: Prompt) -> str:
 def load_prompts(source: str, split: str, limit: int | None) -> list[Prompt]:
     """Prompts from a JSONL, JSON or Parquet file, or a Hub dataset; duplicates dropped.
 
-    A record holds ``messages`` (a final assistant turn is dropped, the backbone writes its own) or ``prompt``.
+    What a record holds: see `prompt_of`.
 
     Raises:
         UserError: the source cannot be read, holds nothing, or has neither field.
     """
     prompts: dict[str, Prompt] = {}
     for record in load_records(source, split):
-        messages = _messages(record, source)
-        while messages and messages[-1]["role"] == "assistant":
-            messages.pop()
-        if messages and messages[-1]["content"].strip():
+        if messages := prompt_of(record, source):
             prompt = Prompt.of(messages)
             prompts.setdefault(normalized(prompt), prompt)
         if limit and len(prompts) == limit:
@@ -98,6 +95,18 @@ def load_prompts(source: str, split: str, limit: int | None) -> list[Prompt]:
     if not prompts:
         raise UserError(f"data.prompts={source} holds no prompt; give at least one record")
     return list(prompts.values())
+
+
+def prompt_of(record: Mapping[str, Any], source: str) -> list[dict[str, str]]:
+    """A record's conversation without a final assistant turn (the backbone writes its own); empty without text.
+
+    A record holds ``messages``, ``prompt``, or ``turns`` (a list of user turns as in MT-Bench and Spec-Bench, of which
+    the first is taken).
+    """
+    messages = _messages(record, source)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages if messages and messages[-1]["content"].strip() else []
 
 
 def load_conversations(source: str, split: str) -> Iterator[list[dict[str, str]]]:
@@ -145,6 +154,9 @@ def _messages(record: Mapping[str, Any], source: str) -> list[dict[str, str]]:
                 found = ", ".join(sorted(message))
                 raise UserError(f"prompts {source}: a message needs 'role' and 'content', found {found}")
         return [{"role": str(message["role"]), "content": str(message["content"])} for message in record["messages"]]
+    if record.get("turns"):
+        return [{"role": "user", "content": str(record["turns"][0])}]
     if isinstance(record.get("prompt"), str):
         return [{"role": "user", "content": record["prompt"]}]
-    raise UserError(f"prompts {source}: a record needs 'messages' or 'prompt', found {', '.join(sorted(record))}")
+    found = ", ".join(sorted(record))
+    raise UserError(f"prompts {source}: a record needs 'messages', 'prompt' or 'turns', found {found}")

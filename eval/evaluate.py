@@ -16,7 +16,18 @@ from transformers import PreTrainedTokenizerBase
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.acceptance import recall, replay, token_ranks
 from medusa_train.eval.lossless import first_divergence
-from medusa_train.eval.speed import Run, Spread, decode_speed, mean_prompt_speedup, measure_arms, speedup
+from medusa_train.eval.speed import (
+    Run,
+    Spread,
+    decode_speed,
+    drafter_decoder,
+    generate_decoder,
+    mean_prompt_speedup,
+    measure,
+    speedup,
+    total,
+)
+from medusa_train.inference.drafters import NoDrafter
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.stats import DecodeStats
 
@@ -49,10 +60,14 @@ def evaluate(
         heldout: cached answers to the held-out prompts, for recall and replay.
     """
     ranks = token_ranks(model, heldout)
-    runs = measure_arms(model, prompts, max_new_tokens, repeats)
-    stats = DecodeStats()
-    for run in runs["medusa"][0]:
-        stats.add(run.stats)
+    decoders = {
+        "generate": generate_decoder(model.backbone, {}),
+        "plain": drafter_decoder(model, NoDrafter()),
+        "medusa": drafter_decoder(model, model.drafter),
+    }
+    found = measure(decoders, {1: [[prompt] for prompt in prompts]}, max_new_tokens, repeats)
+    runs = {name: found[1, name] for name in decoders}
+    stats = total(runs["medusa"][0])
     predicted = replay(ranks, model.tree)
     plain, medusa = _step_seconds(runs["plain"]), _step_seconds(runs["medusa"])
     return {
@@ -131,7 +146,7 @@ def _ratio(part: float, whole: float) -> float | None:
 
 
 def _end_to_end(repeat: Sequence[Run]) -> float:
-    return sum(len(run.ids) for run in repeat) / sum(run.prefill_seconds + run.decode_seconds for run in repeat)
+    return sum(len(run.ids[0]) for run in repeat) / sum(run.prefill_seconds + run.decode_seconds for run in repeat)
 
 
 def _step_seconds(repeats: Sequence[Sequence[Run]]) -> float | None:
@@ -146,12 +161,9 @@ def _step_seconds(repeats: Sequence[Sequence[Run]]) -> float | None:
 
 def _shares(repeats: Sequence[Sequence[Run]]) -> dict[str, float | None]:
     """Where a step's time goes."""
-    total = DecodeStats()
-    for repeat in repeats:
-        for run in repeat:
-            total.add(run.stats)
+    counted = total([run for repeat in repeats for run in repeat])
     parts = ("draft", "forward", "verify", "commit")
-    return {part: _ratio(getattr(total, f"{part}_seconds"), total.decode_seconds) for part in parts}
+    return {part: _ratio(getattr(counted, f"{part}_seconds"), counted.decode_seconds) for part in parts}
 
 
 def _lossless(
@@ -159,18 +171,18 @@ def _lossless(
 ) -> dict[str, Any]:
     differences = []
     for number, (prompt, base, run) in enumerate(zip(prompts, reference, ours, strict=True)):
-        if found := first_divergence(model.backbone, prompt, run.ids, base.ids):
+        if found := first_divergence(model.backbone, prompt, run.ids[0], base.ids[0]):
             differences.append({"prompt": number, **asdict(found)})
     return {"identical_share": 1 - len(differences) / len(prompts), "differences": differences}
 
 
 def _sample(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
     """A typical generation among the longer half, as pieces for colouring."""
-    longer = sorted(range(len(runs)), key=lambda i: -len(runs[i].ids))[: max(1, len(runs) // 2)]
+    longer = sorted(range(len(runs)), key=lambda i: -len(runs[i].ids[0]))[: max(1, len(runs) // 2)]
     # The middle one by tokens per step: neither the luckiest nor the unluckiest.
     number = sorted(longer, key=lambda i: runs[i].stats.tokens_per_step or 0)[len(longer) // 2]
     pieces = []
-    for step, block in enumerate(runs[number].blocks):
+    for step, (block,) in enumerate(runs[number].blocks):
         for place, token in enumerate(block.tokens):
             pieces.append({"text": tokenizer.decode([token]), "step": step, "drafted": place < block.drafted})
     return {

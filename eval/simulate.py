@@ -10,7 +10,6 @@ from __future__ import annotations
 import heapq
 import random
 import statistics
-import time
 from bisect import bisect
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -22,7 +21,7 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from medusa_train.eval.speed import Spread
+from medusa_train.eval.speed import Spread, now
 from medusa_train.inference.backbone import Backbone, resolve_device, resolve_dtype
 from medusa_train.inference.cpu_linear import can_pack, pack_linears
 from medusa_train.inference.decode import Verify, decode
@@ -30,6 +29,7 @@ from medusa_train.inference.drafters import Context, Drafter, Drafting, MedusaDr
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.stats import DecodeStats
+from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Stopping
 from medusa_train.inference.tree import RankPath, Tree
 from medusa_train.inference.verify import Draft, Generators, Process, Verdict, verify_greedy
@@ -96,7 +96,6 @@ def simulate(
         "definitions": DEFINITIONS,
         "setting": {
             "shape": shape,
-            "parameters": sum(parameter.numel() for parameter in backbone.model.parameters()),
             "dtype": str(backbone.dtype).removeprefix("torch."),
             "device": str(backbone.device),
             "num_heads": depth,
@@ -196,15 +195,8 @@ def force_accepted(tree: Tree, deck: Sequence[int]) -> Verify:
     return verify
 
 
-def now(device: torch.device) -> float:
-    """Seconds on a clock, once the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
-
-
 def part_seconds(
-    backbone: Backbone, drafter: Drafter, verify: Verify, prompts: Sequence[Tensor], stopping: Stopping
+    step: Step, drafter: Drafter, verify: Verify, prompts: Sequence[Tensor], stopping: Stopping
 ) -> list[dict[str, float]]:
     """Decode, waiting for the device between the ``PARTS`` of every step; their seconds, step by step.
 
@@ -213,18 +205,16 @@ def part_seconds(
     marks: list[float] = []
 
     def mark() -> None:
-        marks.append(now(backbone.device))
+        marks.append(now(step.backbone.device))
 
-    def marked(
-        logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None = None
-    ) -> list[Verdict]:
+    def marked(logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None = None) -> list[Verdict]:
         mark()
         verdicts = verify(logits, draft, rows, process)
         mark()
         return verdicts
 
     steps = []
-    for _ in decode(backbone, _Marked(drafter, mark), marked, prompts, stopping, DecodeStats()):
+    for _ in decode(step, _Marked(drafter, mark), marked, prompts, stopping, DecodeStats()):
         mark()
         if len(marks) == len(PARTS) + 1:  # the end of the step before, of drafting, the pass, verification, and now
             steps.append({part: end - start for part, (start, end) in zip(PARTS, pairwise(marks), strict=True)})
@@ -263,9 +253,9 @@ def _run(
     drafter: Drafter = NoDrafter() if tree.size == 1 else MedusaDrafter(heads, tree)
     stopping = Stopping(STEPS * (tree.depth + 1) + 1, max_steps=STEPS)
     stats = DecodeStats()
-    blocks: Iterator[Any] = decode(backbone, drafter, force_accepted(tree, deck), prompts, stopping, stats)
+    blocks: Iterator[Any] = decode(Step(backbone), drafter, force_accepted(tree, deck), prompts, stopping, stats)
     marks = [now(backbone.device) for _ in blocks]
-    parts = part_seconds(backbone, drafter, force_accepted(tree, deck), prompts, stopping)
+    parts = part_seconds(Step(backbone), drafter, force_accepted(tree, deck), prompts, stopping)
     return {
         "step_ms": statistics.median(end - start for start, end in pairwise(marks)) * 1000,
         "parts_ms": {part: statistics.median(step[part] for step in parts) * 1000 for part in PARTS},

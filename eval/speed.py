@@ -1,20 +1,16 @@
 """Time, measured so that it can be defended: one process, one model object, interleaved, with repeats.
 
-Three ways of decoding the same prompts greedily with the same budget:
-
-- ``generate``: `transformers` generation with its own cache, what people use today;
-- ``plain``: our decode loop, one token per pass;
-- ``medusa``: our decode loop with heads and tree.
-
-A run's clock starts when its first token is there, so prefill is apart (time to first token); tokens are counted from
-generated ids. The first round warms up and is not counted.
+A *decoder* is a way of decoding a batch of prompts greedily with a budget: transformers' ``generate``, what people use
+today, or our loop with some drafter (with `NoDrafter`, one token per pass). Decoders take turns on every batch in an
+order that rotates, so that a slow minute of the machine hits all of them; a first round warms up and is not counted. A
+run's clock starts when its first tokens are there, so prefill is apart; tokens are counted from generated ids.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
@@ -24,71 +20,127 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
-from medusa_train.inference.drafters import MedusaDrafter, NoDrafter
+from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.drafters import Drafter, MedusaDrafter, NoDrafter
+from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.stopping import Block
 from medusa_train.inference.tree import Tree
 
-ARMS = ("generate", "plain", "medusa")
+WARM_UP_TOKENS = 8
 
 
 @dataclass
 class Run:
-    """One prompt decoded once in one way.
+    """A batch decoded once in one way.
 
     Attributes:
-        ids: generated token ids.
-        prefill_seconds: until the first token.
-        decode_seconds: from the first token to the last.
-        blocks: what was emitted together; empty for ``generate``.
+        ids: per row, generated token ids, the first end token included.
+        prefill_seconds: until the first tokens.
+        decode_seconds: from the first tokens to the last.
+        blocks: per pass, what each row emitted; empty for ``generate``.
+        stats: what the steps emitted (its times only for our loop).
     """
 
-    ids: list[int]
-    prefill_seconds: float
-    decode_seconds: float
-    blocks: list[Block] = field(default_factory=list)
+    ids: list[list[int]]
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    blocks: list[list[Block]] = field(default_factory=list)
     stats: DecodeStats = field(default_factory=DecodeStats)
 
-    @property
-    def decode_tokens(self) -> int:
-        """Tokens after the first, i.e. those that the decode clock covers."""
-        return max(0, len(self.ids) - 1)
+
+Runs = Sequence[Sequence[Run]]  # by repeat, then batch
+Decoder = Callable[[Sequence[Tensor], int], Run]  # (prompts (T_b,), budget) -> what came of it
 
 
-def run_arm(model: MedusaModel, arm: str, prompt: Tensor, max_new_tokens: int) -> Run:
-    """Decode one prompt greedily in one of `ARMS`."""
-    if arm == "generate":
-        return _run_generate(model, prompt, max_new_tokens)
-    stats, blocks = DecodeStats(), list[Block]()
-    drafter = NoDrafter() if arm == "plain" else model.drafter
-    start = first = _now(model)
-    for block in model.stream(prompt, max_new_tokens, drafter=drafter, stats=stats):
-        if not blocks:
-            first = _now(model)
-        blocks.append(block)
-    end = _now(model)
-    return Run([token for block in blocks for token in block.tokens], first - start, end - first, blocks, stats)
+def drafter_decoder(model: MedusaModel, drafter: Drafter) -> Decoder:
+    """Our loop with this drafter."""
+
+    def run(prompts: Sequence[Tensor], max_new_tokens: int) -> Run:
+        run, device = Run([[] for _ in prompts]), model.backbone.device
+        start = first = now(device)
+        for blocks in model.stream_batch(prompts, max_new_tokens, drafter=drafter, stats=run.stats):
+            if not run.blocks:
+                first = now(device)
+            run.blocks.append(blocks)
+        run.prefill_seconds, run.decode_seconds = first - start, now(device) - first
+        run.ids = [[token for blocks in run.blocks for token in blocks[row].tokens] for row in range(len(prompts))]
+        return run
+
+    return run
 
 
-def measure_arms(
-    model: MedusaModel, prompts: Sequence[Tensor], max_new_tokens: int, repeats: int
-) -> dict[str, list[list[Run]]]:
-    """Runs by arm, then repeat, then prompt.
+def generate_decoder(backbone: Backbone, options: Mapping[str, Any]) -> Decoder:
+    """Transformers' ``generate`` with its own cache, and these keywords more."""
 
-    Arms take turns on every prompt, in an order that rotates, so that a slow minute of the machine hits all of them.
+    def run(prompts: Sequence[Tensor], max_new_tokens: int) -> Run:
+        width, eos = max(map(len, prompts)), backbone.eos_token_ids
+        input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+        attention_mask = torch.zeros_like(input_ids)
+        for row, prompt in enumerate(prompts):  # padded on the left, as generate wants it
+            input_ids[row, width - len(prompt) :] = prompt
+            attention_mask[row, width - len(prompt) :] = 1
+        input_ids, attention_mask = input_ids.to(backbone.device), attention_mask.to(backbone.device)
+        clock, start = _Clock(backbone.device), now(backbone.device)
+        with torch.inference_mode():
+            sequences = backbone.model.generate(
+                input_ids=input_ids,
+                attention_mask=attention_mask,
+                max_new_tokens=max_new_tokens,
+                do_sample=False,
+                eos_token_id=list(eos) or None,
+                pad_token_id=0,
+                streamer=clock,
+                **options,
+            )
+        run = Run([_up_to_end(row, eos) for row in sequences[:, width:].tolist()])
+        run.prefill_seconds, run.decode_seconds = clock.marks[1] - start, clock.marks[-1] - clock.marks[1]
+        left = [len(row) for row in run.ids]
+        for number, size in enumerate(clock.sizes[1:]):
+            taken = [min(size, room) for room in left]
+            left = [room - count for room, count in zip(left, taken, strict=True)]
+            if number == 0:
+                run.stats.prefill_tokens = sum(taken)
+            else:
+                run.stats.passes += 1
+                run.stats.histogram.update(count for count in taken if count)
+        return run
+
+    return run
+
+
+def measure(
+    decoders: Mapping[str, Decoder],
+    batches: Mapping[int, Sequence[Sequence[Tensor]]],
+    max_new_tokens: int,
+    repeats: int,
+    batch_of_one: Collection[str] = (),
+    compiled: Collection[str] = (),
+) -> dict[tuple[int, str], list[list[Run]]]:
+    """Runs by (batch size, decoder's name), then repeat, then batch.
+
+    Args:
+        batches: batch size -> batches of prompts ``(T_b,)``.
+        batch_of_one: names of decoders that take one prompt at a time.
+        compiled: names that decode everything once before it counts, because a shape is compiled when it is first met.
     """
-    runs: dict[str, list[list[Run]]] = {arm: [[] for _ in range(repeats)] for arm in ARMS}
-    warm_up = min(8, max_new_tokens)
-    with tqdm(total=repeats * len(prompts) * len(ARMS), desc="eval", unit="run") as bar:
-        for arm in ARMS:
-            run_arm(model, arm, prompts[0], warm_up)
+    suited = {size: [name for name in decoders if size == 1 or name not in batch_of_one] for size in batches}
+    runs: dict[tuple[int, str], list[list[Run]]] = {
+        (size, name): [[] for _ in range(repeats)] for size, names in suited.items() for name in names
+    }
+    total = repeats * sum(len(batches[size]) * len(names) for size, names in suited.items())
+    with tqdm(total=total, desc="decoding", unit="run") as bar:
+        for size, name in runs:
+            for batch in batches[size] if name in compiled else batches[size][:1]:
+                decoders[name](batch, max_new_tokens if name in compiled else min(WARM_UP_TOKENS, max_new_tokens))
         for repeat in range(repeats):
-            for number, prompt in enumerate(prompts):
-                for turn in range(len(ARMS)):
-                    arm = ARMS[(turn + number + repeat) % len(ARMS)]
-                    runs[arm][repeat].append(run_arm(model, arm, prompt, max_new_tokens))
-                    bar.update()
+            for size, names in suited.items():
+                for number, batch in enumerate(batches[size]):
+                    for turn in range(len(names)):
+                        name = names[(turn + number + repeat) % len(names)]
+                        runs[size, name][repeat].append(decoders[name](batch, max_new_tokens))
+                        bar.update()
     return runs
 
 
@@ -106,24 +158,37 @@ class Spread:
 
 
 def decode_speed(repeat: Sequence[Run]) -> float:
-    """Decode tokens per second of one repeat: all its tokens / all its decode time."""
-    return sum(run.decode_tokens for run in repeat) / sum(run.decode_seconds for run in repeat)
+    """Decode tokens per second of one repeat: all its tokens after the first ones / all its decode time.
+
+    Raises:
+        UserError: every answer ended with its first token.
+    """
+    tokens, seconds = sum(run.stats.step_tokens for run in repeat), sum(run.decode_seconds for run in repeat)
+    if not tokens:
+        raise UserError("every answer ended with its first token, so there is no speed to measure; use other prompts")
+    return tokens / seconds
 
 
-def speedup(over: Sequence[Sequence[Run]], of: Sequence[Sequence[Run]]) -> Spread:
+def speedup(over: Runs, of: Runs) -> Spread:
     """Ratio of decode speeds, repeat by repeat (each pair ran interleaved)."""
     return Spread.of([decode_speed(ours) / decode_speed(base) for ours, base in zip(of, over, strict=True)])
 
 
-def mean_prompt_speedup(over: Sequence[Sequence[Run]], of: Sequence[Sequence[Run]]) -> float:
+def mean_prompt_speedup(over: Runs, of: Runs) -> float:
     """Spec-Bench's convention: the ratio of per-prompt mean speeds, over all repeats."""
 
-    def mean(repeats: Sequence[Sequence[Run]]) -> float:
-        return statistics.fmean(
-            run.decode_tokens / run.decode_seconds for rep in repeats for run in rep if run.decode_tokens
-        )
+    def mean(repeats: Runs) -> float:
+        return statistics.fmean(decode_speed([run]) for rep in repeats for run in rep if run.stats.step_tokens)
 
     return mean(of) / mean(over)
+
+
+def total(repeat: Sequence[Run]) -> DecodeStats:
+    """The counters of one repeat together."""
+    stats = DecodeStats()
+    for run in repeat:
+        stats.add(run.stats)
+    return stats
 
 
 def measure_step_seconds(
@@ -135,6 +200,7 @@ def measure_step_seconds(
     adds time, in bursts longer than a step.
     """
     medians: list[list[float]] = [[] for _ in trees]
+    device = model.backbone.device
     with tqdm(total=(rounds + 1) * len(trees), desc="step times", unit="tree") as bar:
         for turn in range(rounds + 1):
             for tree, found in zip(trees, medians, strict=True):
@@ -142,44 +208,34 @@ def measure_step_seconds(
                 timed = steps if turn else 1  # the first round warms up
                 budget = timed * (tree.depth + 1) + 1
                 blocks = model.stream(prompt, budget, eos_token_ids=(), max_steps=timed, drafter=drafter)
-                marks = [_now(model) for _ in blocks]
+                marks = [now(device) for _ in blocks]
                 if turn:
                     found.append(statistics.median(b - a for a, b in pairwise(marks)))
                 bar.update()
     return [min(found) for found in medians]
 
 
-class _TokenClock(BaseStreamer):
-    """Notes when tokens arrive; transformers calls `put` with the prompt first, then with each token."""
+def now(device: torch.device) -> float:
+    """Seconds on a clock, once the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
 
-    def __init__(self, model: MedusaModel) -> None:
-        self.model, self.marks = model, list[float]()
 
-    def put(self, value: Any) -> None:
-        self.marks.append(_now(self.model))
+class _Clock(BaseStreamer):
+    """Notes when tokens arrive and how many; transformers puts the prompt first, then a pass's tokens."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device, self.marks, self.sizes = device, list[float](), list[int]()
+
+    def put(self, value: Tensor) -> None:
+        self.marks.append(now(self.device))
+        self.sizes.append(value.shape[1] if value.dim() == 2 else 1)  # (1, n) when assisted, else (B,)
 
     def end(self) -> None:
         pass
 
 
-def _run_generate(model: MedusaModel, prompt: Tensor, max_new_tokens: int) -> Run:
-    prompt = prompt.view(1, -1).to(model.backbone.device)
-    clock, start = _TokenClock(model), _now(model)
-    with torch.inference_mode():
-        sequences = model.backbone.model.generate(
-            input_ids=prompt,
-            attention_mask=torch.ones_like(prompt),
-            max_new_tokens=max_new_tokens,
-            do_sample=False,
-            eos_token_id=list(model.backbone.eos_token_ids) or None,
-            pad_token_id=0,
-            streamer=clock,
-        )
-    first, last = clock.marks[1], clock.marks[-1]
-    return Run(sequences[0, prompt.shape[1] :].tolist(), first - start, last - first)
-
-
-def _now(model: MedusaModel) -> float:
-    if model.backbone.device.type == "cuda":
-        torch.cuda.synchronize(model.backbone.device)
-    return time.perf_counter()
+def _up_to_end(ids: list[int], eos: Collection[int]) -> list[int]:
+    end = next((place + 1 for place, token in enumerate(ids) if token in eos), len(ids))
+    return ids[:end]

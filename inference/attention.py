@@ -21,7 +21,7 @@ from medusa_train.inference.tree import Tree
 Masks = Tensor | dict[str, Tensor]
 
 
-def new_cache(backbone: Backbone, scratch: int, capacity: int, bucket: int = 1) -> TreeCache:
+def new_cache(backbone: Backbone, scratch: int, capacity: int, bucket: int | None = None) -> TreeCache:
     """An empty cache with one layer per decoder layer; see `TreeCache`."""
     return TreeCache(int(backbone.model.config.get_text_config().num_hidden_layers), scratch, capacity, bucket)
 
@@ -43,8 +43,8 @@ def read_prompts(backbone: Backbone, prompts: Sequence[Tensor], cache: TreeCache
     return hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
 
 
-def tree_pass(backbone: Backbone, tokens: Tensor, trees: Sequence[Tree], cache: TreeCache) -> Tensor:
-    """One backbone pass over a tree per row: ``(B, N)`` tokens -> ``(B, N, hidden)`` hidden states of the nodes.
+def pass_inputs(backbone: Backbone, trees: Sequence[Tree], cache: TreeCache) -> tuple[Tensor, Masks]:
+    """What a pass over a tree per row needs beside its tokens: positions ``(B, N)`` and masks (see `pass_masks`).
 
     Args:
         trees: a tree for each row, all of N nodes.
@@ -56,7 +56,7 @@ def tree_pass(backbone: Backbone, tokens: Tensor, trees: Sequence[Tree], cache: 
     if backbone.max_positions is not None:
         # Nodes past the last position lie beyond the budget and are never emitted, but they must be computable.
         positions = positions.clamp(max=backbone.max_positions - 1)
-    return backbone.hidden_states(tokens, cache, position_ids=positions, attention_mask=masks)
+    return positions, masks
 
 
 def batch_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tensor]:
@@ -133,7 +133,8 @@ def check_tree_attention(backbone: Backbone) -> None:
     with torch.inference_mode():
         cache = new_cache(backbone, tree.size, 16)
         read_prompts(backbone, [prompt], cache)
-        branched = tree_pass(backbone, nodes[None], [tree], cache)[0]
+        positions, masks = pass_inputs(backbone, [tree], cache)
+        branched = backbone.hidden_states(nodes[None], cache, position_ids=positions, attention_mask=masks)[0]
         for leaf in (3, 4):
             path = tree.ancestor_mask[leaf].nonzero()[:, 0].to(nodes.device)
             alone = backbone.hidden_states(torch.cat([prompt, nodes[path]])[None])[0, -1]

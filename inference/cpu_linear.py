@@ -9,13 +9,22 @@ speedups stay honest. ``benchmarks/cpu_linear.py`` measures the difference.
 
 from __future__ import annotations
 
+import itertools
 from typing import cast
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor, nn
 
 # oneDNN picks the layout for an expected number of rows; one made for 8 is within noise of the best from 1 to 128.
 EXPECTED_ROWS = 8
+
+
+# A compiled graph cannot take an opaque weight as an input, so it names the layer and this finds it.
+_layers: WeakValueDictionary[int, PackedLinear] = WeakValueDictionary()
+_library = torch.library.Library("medusa_train", "DEF")
+_numbers = itertools.count()
+_library.define("packed_linear(Tensor x, int layer, int out_features) -> Tensor")
 
 
 class PackedLinear(nn.Module):
@@ -30,6 +39,8 @@ class PackedLinear(nn.Module):
         packed = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), EXPECTED_ROWS)
         self.packed = packed  # a plain attribute: an opaque tensor cannot be moved, cast or saved with the module
         self.bias = None if linear.bias is None else linear.bias.detach()
+        self.number = next(_numbers)
+        _layers[self.number] = self
 
     @property
     def weight(self) -> Tensor:
@@ -37,8 +48,25 @@ class PackedLinear(nn.Module):
         return self.packed.to_dense()
 
     def forward(self, x: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return cast(Tensor, torch.ops.medusa_train.packed_linear(x, self.number, self.out_features))
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
         product = torch.ops.mkldnn._linear_pointwise(x, self.packed, self.bias, "none", [], "")
         return cast(Tensor, product)
+
+
+def _packed_linear(x: Tensor, layer: int, out_features: int) -> Tensor:
+    return _layers[layer].product(x)
+
+
+def _packed_linear_shape(x: Tensor, layer: int, out_features: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], out_features)
+
+
+_library.impl("packed_linear", _packed_linear, "CPU")
+torch.library.register_fake("medusa_train::packed_linear", _packed_linear_shape, lib=_library)
 
 
 def can_pack(dtype: torch.dtype) -> bool:

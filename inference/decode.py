@@ -14,12 +14,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from medusa_train.inference.attention import new_cache, read_prompts, tree_pass
-from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.attention import read_prompts
 from medusa_train.inference.drafters import Context, Drafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.sampling import LogitsProcessor, apply_processors
 from medusa_train.inference.stats import DecodeStats
+from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Block, Row, Stopping
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators, NanLogitsError, Process, Verdict
@@ -30,7 +30,7 @@ Verify = Callable[[Tensor, Draft, Sequence[int], Process | None], list[Verdict]]
 
 @torch.inference_mode()  # torch wraps a generator step by step, so the mode does not leak to the caller
 def decode(
-    backbone: Backbone,
+    step: Step,
     drafter: Drafter,
     verify: Verify,
     prompts: Sequence[Tensor],
@@ -42,6 +42,7 @@ def decode(
     """Generate after each prompt, a block per row at a time; ends when every row has ended.
 
     Args:
+        step: makes the backbone's passes.
         prompts: ``(T_b,)`` token ids of each row, T_b >= 1.
         stats: filled as blocks are emitted.
         processors: change a row's logits given its text, at every node that is visited.
@@ -50,19 +51,20 @@ def decode(
     Raises:
         UserError: a prompt is empty or already fills the model's context, or logits are NaN (the step is named).
     """
+    backbone = step.backbone
     rows = [Row(prompt.tolist(), stopping, backbone.max_positions) for prompt in prompts]
     if stopping.max_new_tokens < 1:
         return
     generators = [None] * len(rows) if generators is None else generators
     room = max(row.prompt_length + row.room for row in rows)
-    cache = new_cache(backbone, drafter.max_size, room)
+    cache = step.new_cache(drafter.max_size, room)
     process = partial(_process, rows, processors) if processors else None
 
-    def checked(logits: Tensor, draft: Draft, active: Sequence[int], step: int) -> list[Verdict]:
+    def checked(logits: Tensor, draft: Draft, active: Sequence[int], number: int) -> list[Verdict]:
         try:
             return verify(logits, draft, active, process)
         except NanLogitsError as error:
-            where = f"step {step}" if step else "the prompt"
+            where = f"step {number}" if number else "the prompt"
             raise UserError(f"{error} at {where}; check the backbone's dtype and weights") from error
 
     clock = time.perf_counter()
@@ -84,8 +86,7 @@ def decode(
         roots = torch.tensor([text[-1] for text in texts], device=backbone.device)
         draft = draft_next(Context(texts, hidden, roots, active, accepted))
         marks.append(time.perf_counter())
-        node_hidden = tree_pass(backbone, draft.tokens.to(backbone.device), draft.trees, cache)
-        logits = backbone.logits(node_hidden)
+        node_hidden, logits = step(draft.tokens.to(backbone.device), draft.trees, cache)
         marks.append(time.perf_counter())
         verdicts = checked(logits, draft, active, stats.passes + 1)
         marks.append(time.perf_counter())

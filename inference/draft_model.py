@@ -7,12 +7,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from medusa_train.inference.attention import check_tree_attention, new_cache, read_prompts, tree_pass
+from medusa_train.inference.attention import check_tree_attention, read_prompts
 from medusa_train.inference.backbone import Backbone, load_tokenizer
 from medusa_train.inference.drafters import Context, Drafting
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.kv_cache import TreeCache
 from medusa_train.inference.sampling import Sampling, draw
+from medusa_train.inference.step import Step
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators
 
@@ -25,7 +26,12 @@ class DraftModelDrafter:
     """
 
     def __init__(
-        self, draft_model: Backbone, backbone: Backbone, num_tokens: int = 4, sampling: Sampling | None = None
+        self,
+        draft_model: Backbone,
+        backbone: Backbone,
+        num_tokens: int = 4,
+        sampling: Sampling | None = None,
+        compiled: bool = False,
     ) -> None:
         """Check that the small model can draft for the backbone.
 
@@ -37,6 +43,7 @@ class DraftModelDrafter:
         _check_vocabularies(draft_model, backbone)
         check_tree_attention(draft_model)
         self.model, self.num_tokens, self.sampling = draft_model, num_tokens, sampling
+        self._step = Step(draft_model, compiled)
         self.vocab_size = backbone.vocab_size
         self.max_size = num_tokens + 1
         self._chain, self._pair, self._single = Tree.chain(num_tokens), Tree.chain(1), Tree.root_only()
@@ -44,7 +51,7 @@ class DraftModelDrafter:
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         rows = len(prompts)
         longest = max(map(len, prompts))
-        cache = new_cache(self.model, 2, longest + max_new_tokens + self.num_tokens)
+        cache = self._step.new_cache(2, longest + max_new_tokens + self.num_tokens)
         read_prompts(self.model, [prompt.to(self.model.device) for prompt in prompts], cache)
 
         def draft(context: Context) -> Draft:
@@ -73,9 +80,9 @@ class DraftModelDrafter:
     def _read(self, tokens: Tensor, trees: Sequence[Tree], cache: TreeCache) -> Tensor:
         """Read ``(B, n)`` tokens into the cache; logits after the last, ``(B, V)``, as wide as the backbone's."""
         count = tokens.shape[1]
-        hidden = tree_pass(self.model, tokens, trees, cache)
+        _, all_logits = self._step(tokens, trees, cache)
         cache.commit([range(count)] * len(tokens), count)
-        logits = self.model.logits(hidden[:, -1])
+        logits = all_logits[:, -1]
         missing = self.vocab_size - logits.shape[-1]
         # Padded vocabularies differ in length; a token that one of the two lacks is never drafted.
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits

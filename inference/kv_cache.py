@@ -88,22 +88,28 @@ class TreeCache(Cache):
 
     Attributes:
         lengths: committed positions of each row.
-        visible: committed columns that passes see: the longest row's, rounded up to ``bucket``.
+        visible: committed columns that passes see: the longest row's, rounded up (see ``bucket``).
     """
 
-    def __init__(self, num_layers: int, scratch: int, capacity: int, bucket: int = 1) -> None:
+    def __init__(self, num_layers: int, scratch: int, capacity: int, bucket: int | None = None) -> None:
         """Make an empty cache.
 
         Args:
             num_layers: decoder layers.
             scratch: most nodes of a pass.
             capacity: most committed positions of a row.
-            bucket: passes see a multiple of this many committed columns, so that compiled code meets few shapes.
+            bucket: passes see this many committed columns times a power of two, so that compiled code meets few
+                shapes; None: exactly as many as the longest row.
         """
         self.scratch, self.bucket = scratch, bucket
-        self.capacity = -(-capacity // bucket) * bucket
+        self.capacity = self._rounded(capacity)
         super().__init__(layers=[TreeCacheLayer(scratch, self.capacity) for _ in range(num_layers)])
         self.lengths: list[int] = []
+
+    def _rounded(self, length: int) -> int:
+        if self.bucket is None:
+            return length
+        return self.bucket << max(0, (max(length, 1) - 1) // self.bucket).bit_length()
 
     @property
     def visible(self) -> int:
@@ -124,7 +130,7 @@ class TreeCache(Cache):
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Declare how many leading positions of each row are committed (fewer: the tail is forgotten)."""
         self.lengths = list(lengths)
-        visible = min(self.capacity, -(-max(self.lengths) // self.bucket) * self.bucket)
+        visible = self._rounded(max(self.lengths))
         for layer in self.layers:
             layer.visible = visible
 

@@ -25,6 +25,7 @@ from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
 from medusa_train.inference.sampling import LogitsProcessor, Sampling, check_processors
 from medusa_train.inference.stats import DecodeStats
+from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Block, FinishReason, Stopping
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import (
@@ -100,12 +101,14 @@ class MedusaModel:
         heads: MedusaHeads,
         tree: Tree | None = None,
         calibration: Calibration | None = None,
+        step: Step | None = None,
     ) -> None:
         """Put the parts together.
 
         Args:
             tree: verified in every pass; eight tokens by default.
             calibration: for `adaptive_drafter`.
+            step: how the backbone's passes are made; eager by default, see `compiled`.
 
         Raises:
             UserError: heads, tree and backbone do not fit each other, or the backbone cannot verify a tree exactly.
@@ -128,6 +131,7 @@ class MedusaModel:
         self.tree = tree or Tree.from_paths([path for path in DEFAULT_PATHS if len(path) <= depth])
         self.drafter = MedusaDrafter(self.heads, self.tree)
         self.calibration = calibration
+        self.step = step or Step(self.backbone)
 
     @classmethod
     def from_pretrained(
@@ -152,6 +156,12 @@ class MedusaModel:
         model = cls(backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration)
         model.backbone.check_probe(checkpoint.probe, str(heads))
         return model
+
+    def compiled(self) -> MedusaModel:
+        """The same parts with compiled steps (see `Step`), for plain decoding through it alike."""
+        twin = copy.copy(self)
+        twin.step = Step(self.backbone, compiled=True)
+        return twin
 
     def adaptive_drafter(self, size: int | None = None) -> AdaptiveDrafter:
         """A drafter whose tree follows the heads' confidence; with ``size``, always that many tokens per pass.
@@ -242,7 +252,7 @@ class MedusaModel:
         )
         stats = options.get("stats")
         return decode(
-            self.backbone,
+            self.step,
             options.get("drafter") or self.drafter,
             verify,
             prompts,

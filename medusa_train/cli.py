@@ -223,6 +223,112 @@ def _serve_metrics(stats: Any, port: int) -> None:
         raise UserError(f"--metrics-port {port}: {error.strerror}; choose another port") from error
 
 
+@app.command()
+def bench(
+    heads: Annotated[str | None, typer.Argument(help="Folder or Hub repository of heads.")] = None,
+    backbone: BackboneOption = None,
+    draft_model: Annotated[
+        str | None, typer.Option("--draft-model", help="Small model for the arms that use one.")
+    ] = None,
+    prompt_file: Annotated[
+        Path | None, typer.Option("--prompts", help="JSON lines: prompt, messages or turns, and category if known.")
+    ] = None,
+    num_prompts: Annotated[
+        int | None, typer.Option("--num-prompts", min=1, help="The first ones; default: all.")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=2, help="Budget of each prompt; default: 128.")
+    ] = None,
+    repeats: Annotated[int, typer.Option("--repeats", min=1, help="Rounds that count.")] = 3,
+    batch_sizes: Annotated[str, typer.Option("--batch-sizes", help="Such as 1,2,4,8.")] = "1",
+    arms: Annotated[
+        str | None,
+        typer.Option("--arms", help="Such as generate,plain,medusa; default: all. ARM+compiled: with compiled steps."),
+    ] = None,
+    dtype: Annotated[str, typer.Option("--dtype", help="auto, float32, bfloat16 or float16.")] = "auto",
+    simulate_shape: Annotated[
+        str | None,
+        typer.Option(
+            "--simulate-shape",
+            help="Instead of HEADS: random weights shaped as tiny, smollm2-135m, llama-3.2-1b or llama-3-8b.",
+        ),
+    ] = None,
+    accepted_histogram: Annotated[
+        str | None,
+        typer.Option(
+            "--accepted-histogram",
+            help="Share of simulated steps that accept 0, 1, 2, ... drafts; default: 0.5,0.3,0.2.",
+        ),
+    ] = None,
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file for all figures.")] = None,
+) -> None:
+    """Compare ways of decoding on your prompts, or see what a step costs at a size of model."""
+    from medusa_train.eval.bench import check_name, parse_batch_sizes
+    from medusa_train.eval.simulate import SHAPES, parse_histogram, simulate, simulation_table
+    from medusa_train.inference.errors import UserError
+    from medusa_train.inference.files import write_json
+    from medusa_train.run_folder import environment
+
+    check_name("--dtype", dtype, ("auto", "float32", "bfloat16", "float16"))
+    sizes = parse_batch_sizes(batch_sizes)
+    if out and out.is_dir():
+        raise UserError(f"--out {out} is a folder; name a JSON file")
+    if simulate_shape:
+        foreign = {
+            "HEADS": heads, "--backbone": backbone, "--draft-model": draft_model, "--prompts": prompt_file,
+            "--num-prompts": num_prompts, "--max-new-tokens": max_new_tokens, "--arms": arms,
+        }  # fmt: skip
+        if given := [name for name, value in foreign.items() if value is not None]:
+            raise UserError(f"--simulate-shape times random weights and takes no {given[0]}; leave one of them out")
+        check_name("--simulate-shape", simulate_shape, SHAPES)
+        histogram = parse_histogram(accepted_histogram or "0.5,0.3,0.2")
+        result = simulate(simulate_shape, histogram, sizes, repeats, dtype)
+        table = simulation_table(result)
+    else:
+        if accepted_histogram:
+            raise UserError("--accepted-histogram goes with --simulate-shape; acceptance of real heads is measured")
+        if heads is None or prompt_file is None:
+            raise UserError("name HEADS and --prompts FILE.jsonl to compare arms, or a --simulate-shape")
+        result, table = _bench_heads(
+            heads, backbone, draft_model, prompt_file, num_prompts, max_new_tokens or 128, repeats, sizes, arms, dtype
+        )
+    typer.echo(table)
+    if out:
+        write_json(out, result | {"environment": environment()})
+        typer.echo(f"figures: {out}")
+
+
+def _bench_heads(
+    heads: str,
+    backbone: str | None,
+    draft_model: str | None,
+    prompt_file: Path,
+    num_prompts: int | None,
+    max_new_tokens: int,
+    repeats: int,
+    batch_sizes: list[int],
+    arms: str | None,
+    dtype: str,
+) -> tuple[dict[str, Any], str]:
+    """What was measured, and as a table; mistakes are found before a model is loaded where they can be."""
+    from medusa_train.data.chat import load_chat_tokenizer
+    from medusa_train.eval.bench import bench as run_bench
+    from medusa_train.eval.bench import check_prompts_file, choose_arms, load_questions
+    from medusa_train.eval.bench_table import bench_table
+    from medusa_train.inference.backbone import load_backbone
+    from medusa_train.inference.model import MedusaModel
+
+    names = choose_arms(arms, draft_model is not None, batch_sizes)
+    check_prompts_file(prompt_file)
+    model = MedusaModel.from_pretrained(heads, backbone, dtype)
+    if arms is None and model.calibration is None:
+        names.remove("adaptive")  # asked for by name, it says what is missing
+    questions = load_questions(prompt_file, load_chat_tokenizer(model.backbone.source), num_prompts)
+    small = load_backbone(draft_model, dtype) if draft_model else None
+    result = run_bench(model, questions, small, names, batch_sizes, max_new_tokens, repeats)
+    return result, bench_table(result)
+
+
 def main() -> None:
     """Entry point of the ``medusa-train`` command; ``--debug`` anywhere on the line shows tracebacks."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -25,7 +25,7 @@ def walks(draw):
     return lengths, passes
 
 
-@given(walks(), st.sampled_from([1, 4, 16]))
+@given(walks(), st.sampled_from([None, 1, 4, 16]))
 def test_every_row_holds_its_prompt_and_its_accepted_nodes(walk, bucket):
     lengths, passes = walk
     rows = range(len(lengths))
@@ -41,7 +41,11 @@ def test_every_row_holds_its_prompt_and_its_accepted_nodes(walk, bucket):
         for layer in range(2):
             keys, values = cache.update(states(tags, nodes), states([tag + 0.5 for tag in tags], nodes), layer)
             assert keys.shape[2] == values.shape[2] == nodes + cache.visible
-            assert cache.visible % bucket == 0
+            if bucket:  # a power of two of buckets, and no larger than needed
+                assert (cache.visible // bucket).bit_count() == 1
+                assert max(cache.lengths) <= cache.visible < 2 * max(max(cache.lengths), bucket)
+            else:
+                assert cache.visible == max(cache.lengths)
             for row in rows:
                 # What attention sees: the nodes, then the committed text (then columns that masks close).
                 assert keys[row, 1, :nodes, 2].tolist() == [tags[row] + node for node in range(nodes)]

@@ -1,0 +1,288 @@
+"""The bench command on tiny models: every figure is there and adds up; no time is judged."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from conftest import random_heads
+from medusa_train.cli import main
+from medusa_train.data.chat import load_chat_tokenizer
+from medusa_train.eval.bench import ARMS, BATCH_OF_ONE, DRAFTERS, choose_arms, load_questions, parse_batch_sizes
+from medusa_train.eval.simulate import (
+    TREE_SIZES,
+    accepted_deck,
+    likely_tree,
+    parse_histogram,
+    part_seconds,
+)
+from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError, load_backbone
+from medusa_train.inference.adaptive import Calibration
+from medusa_train.inference.checkpoint import save_heads, save_tree
+from medusa_train.inference.stopping import Stopping
+from medusa_train.inference.verify import verify_greedy
+
+PATHS = [[0], [1], [0, 0], [0, 0, 0]]
+RECORDS = [
+    {"question_id": 1, "category": "qa", "turns": ["what is this ?", "and that ?"]},
+    {"question_id": 2, "category": "qa", "turns": ["the cat sat on the mat and the cat sat on the mat"]},
+    {"question_id": 3, "category": "writing", "turns": ["and what is the cat ?"]},
+    {"question_id": 4, "category": "writing", "turns": ["mat"]},
+    {"question_id": 5, "category": "writing", "turns": ["is this the mat ?"]},
+]
+
+
+@pytest.fixture
+def files(tmp_path, tiny_chat_folder):
+    """A heads folder with calibration, and Spec-Bench's kind of prompts."""
+    backbone = load_backbone(str(tiny_chat_folder), "float32", "cpu")
+    tree = Tree.from_paths(PATHS)
+    save_heads(tmp_path / "heads", random_heads(vocab_size=512), backbone, tree)
+    save_tree(tmp_path / "heads", tree, Calibration(tree, (1.0, 1.0, 1.0), {1: 1.0, 2: 1.01, 4: 1.05}))
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
+    return tmp_path
+
+
+@pytest.fixture
+def command(monkeypatch, capfd, tmp_path):
+    """The command in this process: arguments -> exit code, standard output, standard error."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["medusa-train", "bench", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def assert_refused(outcome, *told):
+    code, _, error = outcome
+    assert code == 2, error
+    assert error.count("\n") == 1, error
+    assert error.startswith("medusa-train: ")
+    assert all(part in error for part in told), error
+
+
+def test_every_arm_and_batch_is_measured_and_adds_up(command, files, tiny_chat_folder):
+    out = files / "new" / "bench.json"
+    code, shown, error = command(
+        files / "heads", "--draft-model", tiny_chat_folder, "--prompts", files / "prompts.jsonl", "--dtype", "float32",
+        "--max-new-tokens", 10, "--repeats", 2, "--batch-sizes", "1,2", "--out", out,
+    )  # fmt: skip
+    assert code == 0, error
+    result = json.loads(out.read_text())
+    rows = {(row["arm"], row["batch_size"]): row for row in result["rows"]}
+    assert rows.keys() == {(arm, size) for arm in ARMS for size in (1, 2) if size == 1 or arm not in BATCH_OF_ONE}
+    for (arm, size), row in rows.items():
+        assert row["prompts"] == (5 if size == 1 else 4)
+        assert len(row["repeats"]) == 2
+        assert row["identical_to_plain"] == 1, arm
+        assert row["differences"] == []
+        speeds = [repeat["step_tokens"] / repeat["decode_seconds"] for repeat in row["repeats"]]
+        assert row["tokens_per_second"]["minimum"] == pytest.approx(min(speeds))
+        base = [repeat["tokens_per_second"] for repeat in rows["plain", size]["repeats"]]
+        ratios = [ours / plain for ours, plain in zip(speeds, base, strict=True)]
+        assert row["over_plain"]["maximum"] == pytest.approx(max(ratios))
+        assert (row["outside_forward"] is None) == (arm not in DRAFTERS)
+        for repeat in row["repeats"]:
+            assert repeat["tokens"] == repeat["prefill_tokens"] + repeat["step_tokens"]
+            assert repeat["tokens"] == rows["plain", size]["repeats"][0]["tokens"]
+            assert repeat["step_tokens"] == sum(int(n) * steps for n, steps in row["histogram"].items())
+            assert repeat["steps"] == sum(row["histogram"].values())
+            assert repeat["passes"] <= repeat["steps"] <= size * repeat["passes"]
+            if arm not in BATCH_OF_ONE:  # transformers' assisted decoding accepts drafts in its first pass
+                assert repeat["prefill_tokens"] == row["prompts"]
+        assert row["tokens_per_step"] == pytest.approx(repeat["step_tokens"] / repeat["steps"])
+    assert rows["plain", 1]["tokens_per_step"] == rows["generate", 1]["tokens_per_step"] == 1
+    assert rows["draft-model", 1]["tokens_per_step"] > 2, "a model drafts for itself without a miss"
+    assert rows["plain", 1]["over_plain"] == {"median": 1, "minimum": 1, "maximum": 1}
+    categories = {(row["category"], row["arm"]): row["prompts"] for row in result["categories"]}
+    assert categories == {(name, arm): count for name, count in (("qa", 2), ("writing", 3)) for arm in ARMS}
+    assert result["setting"]["dtype"] == "float32"
+    assert result["setting"]["prompt_tokens"][0] > 0
+    assert {"torch", "transformers", "threads"} <= result["environment"].keys()
+    assert result["definitions"].keys() >= {"tokens_per_step", "tokens_per_second", "outside_forward"}
+    assert all(shown.count(f"\n{arm} ") == (1 if arm in BATCH_OF_ONE else 2) for arm in ARMS)
+    assert "writing" in shown
+
+
+def test_some_arms_of_some_prompts_without_categories(command, files):
+    prompts = files / "plain.jsonl"
+    prompts.write_text('{"prompt": "what is this ?"}\n{"messages": [{"role": "user", "content": "and the cat ?"}]}\n')
+    out = files / "bench.json"
+    code, shown, error = command(
+        files / "heads", "--prompts", prompts, "--dtype", "float32", "--max-new-tokens", 6, "--repeats", 1,
+        "--num-prompts", 1, "--arms", "medusa,lookup", "--out", out,
+    )  # fmt: skip
+    assert code == 0, error
+    result = json.loads(out.read_text())
+    assert [row["arm"] for row in result["rows"]] == ["medusa", "lookup"]
+    assert result["setting"]["prompts"] == 1
+    assert result["categories"] == []
+    assert result["rows"][0]["over_plain"] is None
+    assert "n/a" in shown
+    assert "category" not in shown
+
+
+def test_questions_come_in_three_kinds(monkeypatch, tmp_path, tiny_chat_folder):
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+    user = {"role": "user", "content": "the mat ?"}
+    answer = {"role": "assistant", "content": "yes"}
+    records = [{"prompt": "the mat ?"}, {"messages": [user, answer]}, {"turns": ["the mat ?", "why"], "category": "qa"}]
+    path = tmp_path / "kinds.jsonl"
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    questions = load_questions(path, load_chat_tokenizer(str(tiny_chat_folder)), None)
+    assert [question.category for question in questions] == ["", "", "qa"]
+    assert all(torch.equal(question.input_ids, questions[0].input_ids) for question in questions)
+
+
+def test_every_arm_can_be_had_by_default():
+    assert choose_arms(None, True, [1, 2]) == list(ARMS)
+    assert not {"draft-model", "generate-assisted"} & set(choose_arms(None, False, [1]))
+    assert not set(BATCH_OF_ONE) & set(choose_arms(None, True, [2]))
+    assert choose_arms("plain, medusa,plain", False, [1]) == ["plain", "medusa"]
+    assert parse_batch_sizes("4, 1,4") == [4, 1]
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--arms", "plain,medussa"], ["--arms 'medussa' is unknown", "did you mean medusa?"]),
+        (["--arms", "zzz"], ["there are generate", "draft-model"]),
+        (["--arms", "draft-model"], ["--arms draft-model needs a small model", "--draft-model"]),
+        (["--arms", "generate-lookup", "--batch-sizes", "2"], ["one prompt at a time", "--batch-sizes"]),
+        (["--batch-sizes", "1,0"], ["--batch-sizes 1,0", "positive whole numbers"]),
+        (["--batch-sizes", "two"], ["--batch-sizes two", "positive whole numbers"]),
+        (["--prompts", "none.jsonl"], ["prompts none.jsonl: no such file"]),
+        (["--prompts", "none.txt"], ["name a .jsonl file"]),
+        (["--dtype", "float8"], ["--dtype 'float8' is unknown", "float"]),
+        (["--accepted-histogram", "1"], ["goes with --simulate-shape"]),
+        (["--out", "."], ["is a folder"]),
+        (["--batch-sizes", "8"], ["a batch of 8 needs as many prompts, there are 5"]),
+        (["--max-new-tokens", "5000"], ["--max-new-tokens 5000", "exceeds the backbone's 256"]),
+    ],
+)
+def test_mistakes_are_told_in_one_line(command, files, options, told):
+    words = [] if "--prompts" in options else ["--prompts", files / "prompts.jsonl"]
+    code, shown, error = command(files / "heads", *words, *options)
+    # Loading a model shows its progress; what is found before that is one line alone.
+    assert_refused((code, shown, error if "Loading" not in error else error.splitlines()[-1] + "\n"), *told)
+
+
+def test_prompts_and_heads_are_needed(command, files):
+    assert_refused(command(files / "heads"), "--prompts FILE.jsonl")
+    assert_refused(command("--prompts", files / "prompts.jsonl"), "name HEADS")
+
+
+def test_heads_without_calibration_have_no_adaptive_arm(command, files):
+    save_tree(files / "heads", Tree.from_paths(PATHS))
+    words = [files / "heads", "--prompts", files / "prompts.jsonl", "--dtype", "float32", "--max-new-tokens", 4]
+    words += ["--num-prompts", 1, "--repeats", 1]
+    code, shown, error = command(*words)
+    assert code == 0, error
+    assert "\nmedusa " in shown
+    assert "\nadaptive " not in shown
+    code, _, error = command(*words, "--arms", "adaptive")
+    assert code == 2
+    assert "medusa-train tree" in error.splitlines()[-1]
+
+
+# Simulation
+
+
+def test_a_simulation_accepts_what_it_is_told(command, tmp_path):
+    out = tmp_path / "simulation.json"
+    code, shown, error = command(
+        "--simulate-shape", "tiny", "--dtype", "float32", "--repeats", 1, "--batch-sizes", "1,3",
+        "--accepted-histogram", "0.5,0.3,0.15,0.05", "--out", out,
+    )  # fmt: skip
+    assert code == 0, error
+    result = json.loads(out.read_text())
+    assert [(row["batch_size"], row["tree_size"]) for row in result["rows"]] == [
+        (batch, size) for batch in (1, 3) for size in TREE_SIZES
+    ]
+    for row in result["rows"]:
+        wanted = 1 if row["tree_size"] == 1 else 1.75
+        assert row["tokens_per_step"] == pytest.approx(wanted, abs=0.05)
+        assert row["repeats"][0]["steps"] == result["setting"]["steps"] * row["batch_size"]
+        assert all(seconds > 0 for seconds in row["parts_ms"].values())
+        assert row["speedup"]["median"] == pytest.approx(row["tokens_per_step"] / row["ratio"]["median"])
+        assert (row["ratio"]["median"] == 1) == (row["tree_size"] == 1)
+    assert "not measured" in shown
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (["--simulate-shape", "lama-3-8b"], ["--simulate-shape 'lama-3-8b' is unknown", "did you mean llama-3-8b?"]),
+        (["--simulate-shape", "tiny", "--accepted-histogram", "0.5,0.6"], ["add up to 1", "1.1"]),
+        (["--simulate-shape", "tiny", "--accepted-histogram", "half"], ["give shares like 0.5,0.3,0.2"]),
+        (["--simulate-shape", "tiny", "--accepted-histogram", "0,0,0,0,0,0,0,0,1"], ["can accept 7 drafts"]),
+        (["--simulate-shape", "tiny", "--arms", "plain"], ["takes no --arms"]),
+        (["./heads", "--simulate-shape", "tiny"], ["takes no HEADS"]),
+    ],
+)
+def test_mistakes_of_a_simulation(command, options, told):
+    assert_refused(command(*options), *told)
+
+
+@pytest.mark.parametrize("size", TREE_SIZES)
+@pytest.mark.parametrize("depth", [3, 7])
+def test_simulated_trees_hold_the_chain(size, depth):
+    tree = likely_tree(size, depth)
+    assert tree.size == size
+    if size > 1:
+        assert tree.depth == depth
+        assert (0,) * depth in tree.paths
+        tree.check(depth, 10)
+
+
+def test_a_deck_has_the_histograms_shares_at_random():
+    histogram = parse_histogram("0.2,0,0.5,0.3")
+    deck = accepted_deck(histogram, 100, seed=1)
+    assert [deck.count(accepted) for accepted in range(4)] == [20, 0, 50, 30]
+    assert deck != accepted_deck(histogram, 100, seed=2)
+    assert set(accepted_deck([1.0], 5, seed=0)) == {0}
+
+
+def test_parts_are_those_of_every_step(files, tiny_chat_folder):
+    model = MedusaModel.from_pretrained(files / "heads", dtype="float32", device="cpu")
+    prompts = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
+    for drafter in (NoDrafter(), model.drafter):
+        stopping = Stopping(40, max_steps=6)
+        steps = part_seconds(model.step, drafter, verify_greedy, prompts, stopping)
+        assert len(steps) == 6
+        assert all(list(step) == ["draft", "forward", "verify", "commit"] for step in steps)
+        assert all(seconds >= 0 for step in steps for seconds in step.values())
+
+
+def test_the_gpu_script_ends_with_one_line_where_there_is_no_gpu(tmp_path):
+    if torch.cuda.is_available() or shutil.which("bash") is None:
+        pytest.skip("there is a GPU")
+    script = Path(__file__).parents[2] / "scripts" / "bench_gpu.sh"
+    process = subprocess.run(
+        ["bash", str(script)],
+        env=os.environ | {"PYTHON": sys.executable, "OUT": str(tmp_path / "out")},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert process.returncode == 2
+    assert process.stderr.count("\n") == 1
+    assert "no CUDA device" in process.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_draft_model_is_needed_when_the_function_is_called_without_one(files, tiny_chat_folder):
+    model = MedusaModel.from_pretrained(files / "heads", dtype="float32", device="cpu")
+    with pytest.raises(UserError, match="--draft-model"):
+        DRAFTERS["draft-model"](model, None)
