@@ -65,7 +65,9 @@ def evaluate(
         "plain": drafter_decoder(model, NoDrafter()),
         "medusa": drafter_decoder(model, model.drafter),
     }
-    found = measure(decoders, {1: [[prompt] for prompt in prompts]}, max_new_tokens, repeats)
+    batches = {1: [[prompt] for prompt in prompts]}
+    compiled = ("plain", "medusa") if model.step.compiled else ()
+    found = measure(decoders, batches, max_new_tokens, repeats, compiled=compiled)
     runs = {name: found[1, name] for name in decoders}
     stats = total(runs["medusa"][0])
     predicted = replay(ranks, model.tree)
@@ -83,6 +85,7 @@ def evaluate(
             "prompt_tokens": [len(prompt) for prompt in prompts],
             "max_new_tokens": max_new_tokens,
             "repeats": repeats,
+            "compiled": model.step.compiled,
             "num_heads": model.heads.config.num_heads,
             "num_layers": model.heads.config.num_layers,
             "draft_vocab_size": model.heads.config.draft_vocab_size,

@@ -17,6 +17,7 @@ from tqdm import tqdm
 
 from medusa_train.inference.attention import Masks, new_cache, pass_inputs
 from medusa_train.inference.backbone import Backbone, cache_keyword
+from medusa_train.inference.errors import UserError
 from medusa_train.inference.kv_cache import TreeCache
 from medusa_train.inference.tree import Tree
 
@@ -33,6 +34,11 @@ class Step:
     """
 
     def __init__(self, backbone: Backbone, compiled: bool = False) -> None:
+        """Prepare passes; nothing is compiled before the first.
+
+        Raises:
+            UserError: ``compiled`` on a CPU without a C++ compiler.
+        """
         self.backbone, self.compiled = backbone, compiled
         decoder = backbone.model.base_model
         keyword = cache_keyword(type(decoder).forward)
@@ -43,6 +49,8 @@ class Step:
             )[0]
             return hidden, backbone.logits(hidden)
 
+        if compiled and backbone.device.type == "cpu":
+            _check_compiler()
         self._run = torch.compile(run, dynamic=False) if compiled else run
         self._seen: set[tuple[int, ...]] = set()
 
@@ -71,3 +79,13 @@ class Step:
             with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=MOST_GRAPHS):
                 return self._run(tokens, positions, masks, cache)
         return self._run(tokens, positions, masks, cache)
+
+
+def _check_compiler() -> None:
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UserError("compiled steps need a C++ compiler: install g++, or leave compiling off") from error

@@ -48,8 +48,11 @@ class Chat:
         totals: counters of every answer so far.
     """
 
-    def __init__(self, heads: str, backbone: str | None = None, drafter: str = "medusa") -> None:
-        self.model = MedusaModel.from_pretrained(heads, backbone)
+    def __init__(
+        self, heads: str, backbone: str | None = None, drafter: str = "medusa", compiled: bool = False
+    ) -> None:
+        model = MedusaModel.from_pretrained(heads, backbone)
+        self.model = model.compiled() if compiled else model
         self.drafter = make_drafter(self.model, drafter)
         self.tokenizer = load_chat_tokenizer(self.model.backbone.source)
         self.totals = DecodeStats()

@@ -160,6 +160,7 @@ BackboneOption = Annotated[str | None, typer.Option("--backbone", help="Another 
 TokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")]
 DrafterOption = Annotated[str, typer.Option("--drafter", help="medusa, adaptive, medusa-lookup, lookup or plain.")]
+CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the backbone's passes first.")]
 ColorOption = Annotated[bool, typer.Option("--color", help="Colour the tokens that heads drafted.")]
 
 
@@ -172,12 +173,13 @@ def generate(
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     drafter: DrafterOption = "medusa",
+    compile_steps: CompileOption = False,
     color: ColorOption = False,
 ) -> None:
     """Answer one prompt."""
     from medusa_train.chat import Chat
 
-    chat = Chat(heads, backbone, drafter)
+    chat = Chat(heads, backbone, drafter, compile_steps)
     chat.answer([{"role": "user", "content": prompt}], max_new_tokens, temperature, seed, color)
 
 
@@ -189,13 +191,14 @@ def chat_command(
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
     drafter: DrafterOption = "medusa",
+    compile_steps: CompileOption = False,
     color: ColorOption = True,
     metrics_port: Annotated[int | None, typer.Option("--metrics-port", help="Serve Prometheus metrics here.")] = None,
 ) -> None:
     """Talk with the model; an empty line or Ctrl-D ends it."""
     from medusa_train.chat import Chat
 
-    chat, messages = Chat(heads, backbone, drafter), []
+    chat, messages = Chat(heads, backbone, drafter, compile_steps), []
     if metrics_port is not None:
         _serve_metrics(chat.totals, metrics_port)
     while True:

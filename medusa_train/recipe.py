@@ -111,7 +111,10 @@ class TrainingSection(_Section):
 
 
 class InferenceSection(_Section):
-    """How the tree is chosen."""
+    """How the backbone's passes are made, and how the tree is chosen for them."""
+
+    compile: bool = False
+    """Compile the step: a minute or more at first, then faster passes, for plain decoding alike."""
 
     tree_sizes: list[int] = Field([1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
     """Tokens per pass to try, root included."""

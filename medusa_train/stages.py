@@ -36,6 +36,7 @@ from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.model import MedusaModel
+from medusa_train.inference.step import Step
 from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
 from medusa_train.recipe import Recipe
@@ -43,7 +44,7 @@ from medusa_train.run_folder import RunFolder
 from medusa_train.trainer import train_heads
 
 ROWS_PER_SHARD = 64
-STEP_TIME_CONTEXT = 128  # tokens already read when steps are timed
+STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay in one bucket of compiled shapes
 
 
 class Job:
@@ -66,6 +67,11 @@ class Job:
         check_tree_attention(backbone)  # before hours are spent on heads that could not be used
         return backbone
 
+    @cached_property
+    def step(self) -> Step:
+        """How the backbone's passes are made; kept, so that a shape is compiled once."""
+        return Step(self.backbone, self.recipe.inference.compile)
+
     def rows(self, split: Split) -> list[Row]:
         return read_rows(self.folder.stage("distill") / "rows.jsonl", split)
 
@@ -73,7 +79,7 @@ class Job:
         """The trained heads on the job's backbone, with their tree if one was chosen."""
         checkpoint = load_heads(self.folder.heads)
         self.backbone.check_probe(checkpoint.probe, str(self.folder.heads))
-        return MedusaModel(self.backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration)
+        return MedusaModel(self.backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration, self.step)
 
 
 def run_prompts(job: Job) -> dict[str, Any]:

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._inductor.exc import InvalidCxxCompiler
 from transformers import (
     AutoModelForCausalLM,
     Gemma3TextConfig,
@@ -22,6 +23,8 @@ from conftest import make_llama, random_heads
 from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.cpu_linear import pack_linears
+from medusa_train.inference.step import _check_compiler
 from medusa_train.inference.verify import Draft
 
 TREES = [
@@ -256,3 +259,32 @@ def test_random_trees_and_prompts(paths, seed):
     plain = model.generate(prompt, 24, eos_token_ids=(), drafter=NoDrafter())
     assert torch.equal(plain.sequences, out.sequences)
     assert plain.stats.tokens_per_step == 1
+
+
+def has_compiler():
+    try:
+        _check_compiler()
+    except UserError:
+        return False
+    return True
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_compiled_steps_decode_the_same_tokens_across_buckets():
+    plain, packed = make_llama(), make_llama()
+    pack_linears(packed)
+    tree = Tree.from_paths([(0, 0), (1,)])
+    model = MedusaModel(Backbone.wrap(packed), random_heads(), tree).compiled()
+    prompt = prompts(1, 5)[0]
+    expected = greedy(plain, prompt, 150)  # beyond SMALLEST_BUCKET
+    assert model.generate(prompt, 150, eos_token_ids=()).sequences[0].tolist() == expected
+    assert len(model.step._seen) == 2
+
+
+def test_compiling_without_a_compiler_says_what_to_install(tiny_llama, monkeypatch):
+    def missing(*arguments):
+        raise InvalidCxxCompiler
+
+    monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
+    with pytest.raises(UserError, match=r"install g\+\+"):
+        MedusaModel(tiny_llama, random_heads()).compiled()

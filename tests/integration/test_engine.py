@@ -1008,6 +1008,7 @@ def test_a_closed_stream_leaves_model_and_drafter_usable(llama, model, name):
     stream = model.stream(second, 20, eos_token_ids=(), drafter=drafter)
     next(stream)
     next(stream)
+    assert not torch.is_inference_mode_enabled()  # between blocks the caller's code runs as it did before
     # Another call while the stream is open, and after it was closed.
     assert model.generate(first, 20, eos_token_ids=(), drafter=drafter).new_tokens == [truth]
     next(stream)
@@ -1021,12 +1022,10 @@ def test_two_streams_that_take_turns_do_not_mix(llama, model):
     truths = [greedy(llama, row, 20) for row in rows]
     for name in ("heads", "heads-and-lookup", "draft-model"):
         drafter = DRAFTERS[name](model, truths)
-        streams = [model.stream(row, 20, eos_token_ids=(), drafter=drafter) for row in rows]
-        got = [[], []]
-        for blocks in itertools.zip_longest(*streams):
-            for row, block in enumerate(blocks):
-                got[row] += block.tokens if block else ()
-        assert got == truths
+        alone, turns = ([model.stream(row, 20, eos_token_ids=(), drafter=drafter) for row in rows] for _ in range(2))
+        blocks = [[block for block in blocks if block] for blocks in zip(*itertools.zip_longest(*turns), strict=True)]
+        assert [[token for block in row for token in block.tokens] for row in blocks] == truths
+        assert blocks == [list(stream) for stream in alone]  # what is accepted does not mix either
 
 
 def test_an_exception_midway_leaves_the_model_usable(llama, model):
