@@ -27,7 +27,7 @@ def generate_batch(
     """Continue every prompt, greedily at temperature 0; each one's new ids, up to and including its first end token."""
     generator = torch.Generator(backbone.device).manual_seed(seed)
     generators = [generator] * len(prompts)
-    verify = make_verifier(None, temperature, {"top_k": top_k}, generators)
+    verify = make_verifier(None, temperature, {"top_k": top_k}, generators, backbone.device)
     answers: list[list[int]] = [[] for _ in prompts]
     for blocks in decode(
         Step(backbone),

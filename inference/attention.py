@@ -127,6 +127,17 @@ def check_tree_attention(backbone: Backbone) -> None:
             f"{name} was loaded with attn_implementation={backbone.model.config._attn_implementation!r}, which takes "
             "no tree mask; load it with attn_implementation='sdpa'"
         )
+    try:
+        follows = _follows_a_tree(backbone)
+    except (ValueError, TypeError, RuntimeError, IndexError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:150]
+        raise UserError(f"{name} does not take a tree attention mask ({reason})") from error
+    if not follows:
+        raise UserError(f"{name} does not follow a tree attention mask, so its output would not be exact")
+
+
+def _follows_a_tree(backbone: Backbone) -> bool:
+    """Whether two branches in one pass give the hidden states of each branch read alone."""
     tree = Tree.from_paths([(0, 0), (1, 0)])
     prompt = torch.tensor([3, 1], device=backbone.device) % backbone.vocab_size
     nodes = torch.tensor([2, 4, 5, 6, 7], device=backbone.device) % backbone.vocab_size
@@ -141,4 +152,5 @@ def check_tree_attention(backbone: Backbone) -> None:
             if not torch.allclose(
                 branched[leaf].float(), alone.float(), rtol=0.1, atol=0.05 * float(alone.abs().max())
             ):
-                raise UserError(f"{name} does not follow a tree attention mask, so its output would not be exact")
+                return False
+    return True

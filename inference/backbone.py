@@ -12,9 +12,9 @@ import importlib.util
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -56,6 +56,10 @@ class Backbone:
         Raises:
             UserError: the model is not decoder-only, or its logits cannot be reproduced.
         """
+        if hasattr(model, "peft_config"):
+            if any(config.is_prompt_learning for config in model.peft_config.values()):
+                raise UserError("the backbone's adapter learns a prompt, which heads cannot see; merge it or use LoRA")
+            model = cast(Any, model.get_base_model)()  # the adapters' layers are inside it
         name = type(model).__name__
         if model.config.is_encoder_decoder:
             raise UserError(f"{name} is an encoder-decoder model; Medusa heads need a decoder-only language model")
@@ -65,7 +69,7 @@ class Backbone:
         backbone = cls(model, source, ())
         with torch.inference_mode():
             # A small id range is inside every vocabulary, and distinct ids make a degenerate model visible.
-            ids = (torch.arange(8, device=model.device) % backbone.vocab_size)[None]
+            ids = (torch.arange(8, device=backbone.device) % backbone.vocab_size)[None]
             hidden = backbone.hidden_states(ids)
             ours, theirs = backbone.logits(hidden).float(), model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max())):
@@ -84,9 +88,20 @@ class Backbone:
     def vocab_size(self) -> int:
         return int(self.model.get_output_embeddings().out_features)
 
-    @property
+    @cached_property
     def device(self) -> torch.device:
-        return torch.device(self.model.device)
+        """Where inputs go: parameters that are offloaded to disk or CPU between uses have no device of their own."""
+        placed = (parameter.device for parameter in self.model.parameters() if parameter.device.type != "meta")
+        hook = getattr(self.model, "_hf_hook", None)
+        return torch.device(getattr(hook, "execution_device", None) or next(placed, "cpu"))
+
+    @cached_property
+    def decoder(self) -> nn.Module:
+        """The model without its output projection: token ids -> last hidden states."""
+        decoder: nn.Module = self.model.base_model
+        if decoder is self.model:  # some multimodal classes name no base
+            decoder = cast(Any, self.model.get_decoder)()
+        return decoder
 
     @property
     def dtype(self) -> torch.dtype:
@@ -114,10 +129,9 @@ class Backbone:
 
         ``cache`` is a transformers ``Cache``, written in place; other keywords go to the model as they are.
         """
-        decoder = self.model.base_model
         if cache is not None:
-            kwargs[cache_keyword(type(decoder).forward)] = cache
-        hidden: Tensor = decoder(input_ids=input_ids, use_cache=cache is not None, **kwargs)[0]
+            kwargs[cache_keyword(type(self.decoder).forward)] = cache
+        hidden: Tensor = self.decoder(input_ids=input_ids, use_cache=cache is not None, **kwargs)[0]
         return hidden
 
     def logits(self, hidden: Tensor) -> Tensor:

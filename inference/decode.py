@@ -75,11 +75,11 @@ def decode(
     active: list[int] = list(range(len(rows)))
     verdicts = checked(backbone.logits(hidden)[:, None], first, active, 0)
     blocks = [rows[row].take(verdict.tokens, 0, 0) for row, verdict in zip(active, verdicts, strict=True)]
-    draft_next = drafter.start(prompts, stopping.max_new_tokens, generators)
+    draft_next = drafter.start(prompts, max(row.room for row in rows) + 1, generators)
     stats.prefill_tokens += len(rows)
     stats.prefill_seconds += time.perf_counter() - clock
     yield blocks
-    accepted = [0] * len(rows)
+    accepted, passes = [0] * len(rows), 0
     while active := [row for row in active if rows[row].finish_reason is None]:
         marks = [time.perf_counter()]
         texts = [row.text for row in rows]
@@ -88,7 +88,8 @@ def decode(
         marks.append(time.perf_counter())
         node_hidden, logits = step(draft.tokens.to(backbone.device), draft.trees, cache)
         marks.append(time.perf_counter())
-        verdicts = checked(logits, draft, active, stats.passes + 1)
+        passes += 1
+        verdicts = checked(logits, draft, active, passes)
         marks.append(time.perf_counter())
         stats.passes += 1
         stats.last_pass_size = draft.tokens.shape[1]
@@ -98,7 +99,7 @@ def decode(
         blocks = [Block((), 0, None)] * len(rows)
         for row, verdict in zip(active, verdicts, strict=True):
             accepted[row], last[row] = len(verdict.path) - 1, verdict.path[-1]
-            blocks[row] = rows[row].take(verdict.tokens, accepted[row], stats.passes)
+            blocks[row] = rows[row].take(verdict.tokens, accepted[row], passes)
             stats.histogram[len(blocks[row].tokens)] += 1
             if rows[row].finish_reason is None:
                 paths[row] = verdict.path
@@ -113,4 +114,6 @@ def decode(
 def _process(
     rows: Sequence[Row], processors: Sequence[LogitsProcessor], row: int, drafted: list[int], logits: Tensor
 ) -> Tensor:
+    if rows[row].ends_with(drafted):  # plain decoding never gets here, and what is chosen here is cut off
+        return logits
     return apply_processors(processors, rows[row].text + drafted, logits)

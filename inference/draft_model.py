@@ -51,6 +51,11 @@ class DraftModelDrafter:
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         rows = len(prompts)
         longest = max(map(len, prompts))
+        if self.model.max_positions is not None and longest > self.model.max_positions:
+            raise UserError(
+                f"the prompt has {longest} tokens, the draft model reads at most {self.model.max_positions}; "
+                "shorten it or take another draft model"
+            )
         cache = self._step.new_cache(2, longest + max_new_tokens + self.num_tokens)
         read_prompts(self.model, [prompt.to(self.model.device) for prompt in prompts], cache)
 
@@ -80,19 +85,20 @@ class DraftModelDrafter:
     def _read(self, tokens: Tensor, trees: Sequence[Tree], cache: TreeCache) -> Tensor:
         """Read ``(B, n)`` tokens into the cache; logits after the last, ``(B, V)``, as wide as the backbone's."""
         count = tokens.shape[1]
-        _, all_logits = self._step(tokens, trees, cache)
+        # Padded vocabularies differ in length: a token that the small model lacks is read as some other.
+        _, all_logits = self._step(tokens.clamp(max=self.model.vocab_size - 1), trees, cache)
         cache.commit([range(count)] * len(tokens), count)
         logits = all_logits[:, -1]
         missing = self.vocab_size - logits.shape[-1]
-        # Padded vocabularies differ in length; a token that one of the two lacks is never drafted.
+        # A token that one of the two lacks is never drafted.
         return torch.nn.functional.pad(logits, (0, missing), value=-torch.inf) if missing else logits
 
     def _choose(self, logits: Tensor, generators: Generators) -> tuple[Tensor, Tensor]:
         if self.sampling is None:
             return logits.argmax(dim=-1), logits
         probabilities = self.sampling.probabilities(logits)
-        drawn = [draw(row, generator) for row, generator in zip(probabilities, generators, strict=True)]
-        return torch.stack(drawn), probabilities
+        chances = [torch.rand((), generator=g, device=logits.device, dtype=torch.float64) for g in generators]
+        return draw(probabilities, torch.stack(chances)), probabilities
 
 
 def _check_vocabularies(draft_model: Backbone, backbone: Backbone) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+import difflib
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -23,13 +24,14 @@ from medusa_train.inference.decode import Verify, decode
 from medusa_train.inference.drafters import Drafter, MedusaDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
-from medusa_train.inference.sampling import LogitsProcessor, Sampling, check_processors
+from medusa_train.inference.sampling import Chances, LogitsProcessor, Sampling, check_processors
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Block, FinishReason, Stopping
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import (
     Generators,
+    Verdict,
     VerifierName,
     verify_greedy,
     verify_rejection,
@@ -84,8 +86,8 @@ class GenerateOptions(TypedDict, total=False):
     repetition_penalty: float
     logits_processors: Sequence[LogitsProcessor]
     generator: torch.Generator | Sequence[torch.Generator | None] | None
-    eos_token_ids: Sequence[int] | None
-    stop_strings: Sequence[str]
+    eos_token_ids: int | Sequence[int] | None
+    stop_strings: str | Sequence[str]
     tokenizer: PreTrainedTokenizerBase | None
     max_steps: int | None
     drafter: Drafter | None
@@ -231,22 +233,30 @@ class MedusaModel:
         """`generate` for prompts ``(T_b,)``, a block per row at a time (empty for rows that have ended)."""
         if not prompts:
             raise UserError("no prompt was given")
+        if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
+            near = difflib.get_close_matches(unknown[0], GenerateOptions.__annotations__, n=1)
+            hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(GenerateOptions.__annotations__)}"
+            raise UserError(f"unknown option {unknown[0]}{hint}")
+        if (
+            largest := max((int(prompt.max()) for prompt in prompts if len(prompt)), default=0)
+        ) >= self.backbone.vocab_size:
+            raise UserError(f"token id {largest} is outside the backbone's vocabulary of {self.backbone.vocab_size}")
         generators = _per_row(options.get("generator"), len(prompts), self.backbone.device)
         verifier = options.get("verifier")
         temperature = options.get("temperature", 0.0)
         sampling: dict[str, Any] = {key: options[key] for key in ("top_k", "top_p", "min_p") if key in options}
-        verify = make_verifier(verifier, temperature, sampling, generators)
+        verify = make_verifier(verifier, temperature, sampling, generators, self.backbone.device)
         processors = list(options.get("logits_processors", ()))
         if (penalty := options.get("repetition_penalty", 1.0)) != 1.0:
             if penalty <= 0:
                 raise UserError(f"repetition_penalty must be above 0, got {penalty}")
             processors.insert(0, RepetitionPenaltyLogitsProcessor(penalty))
         check_processors(processors, len(prompts), in_order=verifier != "typical")
-        eos = options.get("eos_token_ids")
+        eos, stop = options.get("eos_token_ids"), options.get("stop_strings", ())
         stopping = Stopping(
             max_new_tokens,
-            self.backbone.eos_token_ids if eos is None else eos,
-            options.get("stop_strings", ()),
+            self.backbone.eos_token_ids if eos is None else (eos,) if isinstance(eos, int) else tuple(eos),
+            (stop,) if isinstance(stop, str) else tuple(stop),
             options.get("max_steps"),
             options.get("tokenizer"),
         )
@@ -264,29 +274,41 @@ class MedusaModel:
 
     @property
     def _pad_token_id(self) -> int:
-        pad = self.backbone.model.config.get_text_config().pad_token_id
+        pad = getattr(self.backbone.model.config.get_text_config(), "pad_token_id", None)
         return int(pad) if pad is not None and pad >= 0 else (*self.backbone.eos_token_ids, 0)[0]
 
 
 def make_verifier(
-    name: VerifierName | None, temperature: float, sampling: dict[str, Any], generators: Generators
+    name: VerifierName | None,
+    temperature: float,
+    sampling: dict[str, Any],
+    generators: Generators,
+    device: torch.device,
 ) -> Verify:
-    """The verifier that the settings ask for; ``sampling`` holds top_k, top_p and min_p where they were given.
+    """A request's verifier; ``sampling`` holds top_k, top_p and min_p where they were given.
 
     Raises:
         UserError: ``greedy`` with a temperature, or a sampling verifier without one.
     """
     name = name or ("greedy" if temperature == 0 else "rejection")
+    verifiers: dict[str, Callable[..., list[Verdict]]] = {
+        "greedy": verify_greedy,
+        "rejection": verify_rejection,
+        "typical": verify_typical,
+    }
+    function = verifiers.get(name)
+    if function is None:
+        raise UserError(f"no verifier {name}; there are greedy, rejection and typical")
+    shape = Sampling(temperature if temperature > 0 else 1.0, **sampling)
     if name == "greedy":
         if temperature != 0:
             raise UserError(f"verifier greedy takes temperature 0, got {temperature}; use verifier rejection to sample")
         return verify_greedy
     if temperature <= 0:
         raise UserError(f"verifier {name} samples and needs temperature > 0; use verifier greedy for temperature 0")
-    function = {"rejection": verify_rejection, "typical": verify_typical}.get(name)
-    if function is None:
-        raise UserError(f"no verifier {name}; there are greedy, rejection and typical")
-    return partial(function, sampling=Sampling(temperature, **sampling), generators=generators)
+    # Sequences of numbers go on from pass to pass, so they belong to the request.
+    chances = [Chances(generator, device) for generator in generators]
+    return partial(function, sampling=shape, chances=chances)
 
 
 def split_batch(input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None) -> list[Tensor]:
@@ -296,7 +318,11 @@ def split_batch(input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | N
         UserError: the shapes do not fit, or a row's mask has holes.
     """
     if not isinstance(input_ids, Tensor):
-        return [row.view(-1) for row in input_ids]
+        if attention_mask is not None:
+            raise UserError("attention_mask goes with a padded tensor; a list of prompts has no padding")
+        return [torch.as_tensor(row, dtype=torch.long).view(-1) for row in input_ids]
+    if input_ids.dim() not in (1, 2):
+        raise UserError(f"input_ids must be (T,) or (B, T), got {tuple(input_ids.shape)}")
     rows = list(input_ids.view(1, -1) if input_ids.dim() == 1 else input_ids)
     if attention_mask is None:
         return rows

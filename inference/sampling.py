@@ -12,8 +12,15 @@ from torch import Tensor
 from medusa_train.inference.errors import UserError
 
 LogitsProcessor = Callable[[Tensor, Tensor], Tensor]  # (n, T) token ids, (n, V) logits -> (n, V) logits
-# Processors of transformers that carry state from call to call for a whole batch, or expect a doubled batch.
-WHOLE_BATCH = {"SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor"}
+# Processors of transformers that treat the rows of a batch apart or carry state from call to call, and those that
+# expect a doubled batch.
+WHOLE_BATCH = {
+    "EncoderNoRepeatNGramLogitsProcessor",
+    "EncoderRepetitionPenaltyLogitsProcessor",
+    "PrefixConstrainedLogitsProcessor",
+    "SynthIDTextWatermarkLogitsProcessor",
+    "UnbatchedClassifierFreeGuidanceLogitsProcessor",
+}
 NEVER = {"ClassifierFreeGuidanceLogitsProcessor"}
 
 
@@ -63,18 +70,39 @@ class Sampling:
         return probabilities
 
 
-def draw(probabilities: Tensor, generator: torch.Generator | None = None) -> Tensor:
-    """One index per row of ``(..., V)`` probabilities, by inverting their cumulative sum: ``(...)``.
+def draw(probabilities: Tensor, chances: Tensor) -> Tensor:
+    """One index per row of ``(..., V)`` probabilities, by inverting their cumulative sum at ``chances`` ``(...)``.
 
     `torch.multinomial` draws noise for every token of the vocabulary, ten times the work. Sums are in fp64, so that
     small probabilities at the end of a large vocabulary are not rounded away; zeros are never drawn.
     """
     cumulative = probabilities.double().cumsum(dim=-1)
-    chance = torch.rand(
-        (*probabilities.shape[:-1], 1), generator=generator, device=probabilities.device, dtype=torch.float64
-    )
-    index = torch.searchsorted(cumulative, chance * cumulative[..., -1:], right=True)
+    index = torch.searchsorted(cumulative, chances.double()[..., None] * cumulative[..., -1:], right=True)
     return index.clamp(max=probabilities.shape[-1] - 1)[..., 0]
+
+
+class Chances:
+    """A row's stream of uniform numbers: each emitted token uses the next one.
+
+    A drafted token at depth d of a tree is looked at with the d-th number ahead, whatever branch it is on, and only
+    the numbers of emitted tokens are used up. So a seed gives one text, whatever is drafted: that of plain sampling.
+    """
+
+    def __init__(self, generator: torch.Generator | None, device: torch.device) -> None:
+        self.generator, self.device = generator, device
+        self._drawn = torch.empty(0, dtype=torch.float64, device=device)
+
+    def ahead(self, count: int) -> Tensor:
+        """The next ``count`` numbers in [0, 1), fp64, without using them up."""
+        if (missing := count - len(self._drawn)) > 0:
+            more = torch.rand(missing, generator=self.generator, device=self.device, dtype=torch.float64)
+            self._drawn = torch.cat([self._drawn, more])
+        return self._drawn[:count]
+
+    def use(self, count: int) -> None:
+        """Go on by as many numbers as tokens were emitted."""
+        self.ahead(count)
+        self._drawn = self._drawn[count:]
 
 
 def check_processors(processors: Sequence[LogitsProcessor], batch: int, in_order: bool) -> None:
@@ -94,8 +122,8 @@ def check_processors(processors: Sequence[LogitsProcessor], batch: int, in_order
             raise UserError(f"logits processor {name} needs more than one row's token ids and logits: unsupported")
         if name in WHOLE_BATCH and (batch > 1 or not in_order):
             raise UserError(
-                f"logits processor {name} keeps state from token to token: decode one prompt at a time, with verifier "
-                "greedy or rejection"
+                f"logits processor {name} knows the rows of a batch or keeps state from token to token: decode one "
+                "prompt at a time, with verifier greedy or rejection"
             )
 
 

@@ -40,7 +40,7 @@ class Step:
             UserError: ``compiled`` on a CPU without a C++ compiler.
         """
         self.backbone, self.compiled = backbone, compiled
-        decoder = backbone.model.base_model
+        decoder = backbone.decoder
         keyword = cache_keyword(type(decoder).forward)
 
         def run(tokens: Tensor, positions: Tensor, masks: Masks, cache: TreeCache) -> tuple[Tensor, Tensor]:

@@ -94,6 +94,19 @@ class Row:
     def new_tokens(self) -> list[int]:
         return self.text[self.prompt_length :]
 
+    def ends_with(self, tokens: Sequence[int]) -> bool:
+        """Whether the row would end with one of these tokens, if they were emitted next."""
+        if len(tokens) >= self.room > 0:
+            return True
+        return any(
+            self._ends(self.new_tokens + list(tokens[:count]) if self.stopping.stop_strings else tokens[:count])
+            for count in range(1, len(tokens) + 1)
+        )
+
+    def _ends(self, generated: Sequence[int]) -> bool:
+        """Whether the last of these tokens ends the row."""
+        return generated[-1] in self.stopping.eos_token_ids or self.stopping.completes_stop_string(generated)
+
     def take(self, tokens: Sequence[int], drafted: int, steps: int) -> Block:
         """Append what a pass emitted, up to the first end; ``steps`` passes have been made with it."""
         if self.finish_reason is not None:
@@ -102,7 +115,7 @@ class Row:
         for token in tokens[: self.room]:
             self.text.append(token)
             kept += 1
-            if token in stopping.eos_token_ids or stopping.completes_stop_string(self.new_tokens):
+            if self._ends(self.new_tokens if stopping.stop_strings else [token]):
                 self.finish_reason = "stop"
                 break
         self.room -= kept

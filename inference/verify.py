@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.sampling import Sampling, draw
+from medusa_train.inference.sampling import Chances, Sampling, draw
 from medusa_train.inference.tree import Tree
 
 VerifierName = Literal["greedy", "rejection", "typical"]
@@ -105,35 +105,35 @@ def verify_rejection(
     process: Process | None = None,
     *,
     sampling: Sampling,
-    generators: Generators,
+    chances: Sequence[Chances],
 ) -> list[Verdict]:
     """Exact sampling: the output is distributed as plain sampling from the backbone.
 
-    Arguments as in `verify_greedy`, and ``generators``: one per row of the batch (None: torch's own).
+    Arguments as in `verify_greedy`, and ``chances``: one stream per row of the batch. Where tokens were chosen, a seed
+    gives the text of plain sampling with that seed, token for token.
     """
+    verdicts = []
     if draft.probabilities is not None or process is not None:
-        verdicts = []
         for row, tokens in _rows(draft, rows):
-            tree, generator = draft.trees[row], generators[row]
+            tree, stream = draft.trees[row], chances[row]
             target = partial(_node_probabilities, logits, draft, process, sampling, row, tokens)
-            if draft.probabilities is None:
-                verdicts.append(descend(tokens, tree, _then(target, partial(_draw, generator=generator))))
-            else:
-                verdicts.append(accept_sampled(tokens, tree, draft.probabilities[row], target, generator))
+            if draft.probabilities is not None:
+                q = draft.probabilities[row]
+                verdicts.append(accept_sampled(tokens, tree, q, target, stream.generator))
+                continue
+            verdicts.append(descend(tokens, tree, partial(_draw_at, target, tree, stream)))
+            stream.use(len(verdicts[-1].tokens))
         return verdicts
-    # A draw at every node in one call; those off the path are never looked at, and draws at different nodes are
-    # independent, so the path's own are what one-by-one drawing would give.
+    # A draw at every node in one call: the host waits once. Nodes of a depth share a number, but one path is taken.
     probabilities = sampling.probabilities(logits)
-    broken = probabilities[..., 0].isnan()
-    if all(generator is generators[0] for generator in generators):
-        draws = draw(probabilities, generators[0])
-    else:
-        draws = torch.zeros_like(draft.tokens)
-        for row in rows:
-            draws[row] = draw(probabilities[row], generators[row])
-    drafted, wanted, nan = torch.stack([draft.tokens, draws, broken]).tolist()
-    _refuse_nan(nan, rows)
-    return [descend(drafted[row], draft.trees[row], wanted[row].__getitem__) for row in rows]
+    ahead = [stream.ahead(tree.depth + 1)[tree.depths] for stream, tree in zip(chances, draft.trees, strict=True)]
+    draws = draw(probabilities, torch.stack(ahead).to(probabilities.device))
+    drafted, wanted, broken = torch.stack([draft.tokens, draws, probabilities[..., 0].isnan()]).tolist()
+    _refuse_nan(broken, rows)
+    for row in rows:
+        verdicts.append(descend(drafted[row], draft.trees[row], wanted[row].__getitem__))
+        chances[row].use(len(verdicts[-1].tokens))
+    return verdicts
 
 
 def verify_typical(
@@ -143,7 +143,7 @@ def verify_typical(
     process: Process | None = None,
     *,
     sampling: Sampling,
-    generators: Generators,
+    chances: Sequence[Chances],
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> list[Verdict]:
@@ -164,7 +164,8 @@ def verify_typical(
             p = seen[path[-1]] = _node_probabilities(logits, draft, process, sampling, row, tokens, path[-1])
             threshold = min(epsilon, delta * float(torch.exp(torch.special.entr(p).sum().neg())))
             paths += [(*path, child) for child in tree.children[path[-1]] if float(p[tokens[child]]) > threshold]
-        verdicts.append(Verdict.of(best, tokens, _draw(seen[best[-1]], generators[row])))
+        verdicts.append(Verdict.of(best, tokens, int(draw(seen[best[-1]], chances[row].ahead(1)[0]))))
+        chances[row].use(1)
     return verdicts
 
 
@@ -215,7 +216,8 @@ def accept_sampled(
             # No residual is left only when rounding rejected a token of two equal distributions.
             p = residual / total if bool(total > 0) else p
         if accepted is None:
-            return Verdict.of(path, tokens, _draw(p, generator))
+            chance = torch.rand((), generator=generator, device=p.device, dtype=torch.float64)
+            return Verdict.of(path, tokens, int(draw(p, chance)))
         path.append(accepted)
 
 
@@ -245,11 +247,15 @@ def _node_probabilities(
     tokens: Sequence[int],
     node: int,
 ) -> Tensor:
-    return sampling.probabilities(_node_logits(logits, draft, process, row, tokens, node))
+    probabilities = sampling.probabilities(_node_logits(logits, draft, process, row, tokens, node))
+    if bool(probabilities[0].isnan()):  # every token is forbidden, or one is infinitely likely
+        raise NanLogitsError("the logits give no probabilities (all -inf, or +inf)")
+    return probabilities
 
 
-def _draw(probabilities: Tensor, generator: torch.Generator | None) -> int:
-    return int(draw(probabilities, generator))
+def _draw_at(target: Callable[[int], Tensor], tree: Tree, stream: Chances, node: int) -> int:
+    depth = len(tree.ancestors[node]) - 1
+    return int(draw(target(node), stream.ahead(depth + 1)[depth]))
 
 
 def _then(at: Callable[[int], Tensor], choose: Callable[[Tensor], int]) -> Callable[[int], int]:

@@ -20,7 +20,7 @@ from transformers import (
 )
 
 from conftest import make_llama, random_heads
-from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError
+from medusa_train.inference import MedusaModel, NoDrafter, PromptLookupDrafter, Tree, UserError
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.cpu_linear import pack_linears
@@ -234,6 +234,23 @@ def test_sampling_with_a_seed_repeats_and_stays_in_top_k(tiny_llama):
     assert not torch.equal(sample(3).sequences, sample(4).sequences)
     greedy_ids = model.generate(prompt, 30, eos_token_ids=()).sequences
     assert torch.equal(sample(5, top_k=1).sequences, greedy_ids)
+
+
+def test_a_seed_gives_the_text_of_plain_sampling_whatever_is_drafted(tiny_llama):
+    model, rows = MedusaModel(tiny_llama, random_heads(), TREES[3]), [*prompts(2, 6), *prompts(1, 3)]
+
+    def sample(prompt, drafter, **options):
+        seeded = [torch.Generator().manual_seed(seed) for seed in range(3 if isinstance(prompt, list) else 1)]
+        return model.generate(
+            prompt, 30, temperature=0.8, generator=seeded, drafter=drafter, eos_token_ids=(), **options
+        ).new_tokens
+
+    for options in ({}, {"repetition_penalty": 1.3}, {"top_p": 0.7}):
+        plain = sample(rows, NoDrafter(), **options)
+        drafters = [None, Oracle(TREES[1], plain), Oracle(TREES[4], plain), PromptLookupDrafter(4, min_ngram=1)]
+        for drafter in drafters:
+            assert sample(rows, drafter, **options) == plain
+            assert sample(rows[0], drafter, **options) == plain[:1]
 
 
 def test_contradicting_settings_are_refused(tiny_llama):

@@ -716,9 +716,9 @@ def test_processors_that_keep_state_for_a_batch_are_refused_by_name_but_exact_fo
         ),
     }
     for name, make in makers.items():
-        with pytest.raises(UserError, match=f"{name} keeps state"):
+        with pytest.raises(UserError, match=f"{name} knows the rows"):
             model.generate(prompts(LENGTHS), 5, logits_processors=[make()])
-        with pytest.raises(UserError, match=f"{name} keeps state"):
+        with pytest.raises(UserError, match=f"{name} knows the rows"):
             model.generate(prompt, 5, logits_processors=[make()], temperature=1.0, verifier="typical")
         truth = greedy(llama, prompt, 25, logits_processor=LogitsProcessorList([make()]))
         assert truth != greedy(llama, prompt, 25), f"{name} should change something"

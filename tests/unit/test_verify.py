@@ -12,7 +12,7 @@ from scipy.stats import chisquare
 from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from medusa_train.inference import Sampling, Tree, UserError
-from medusa_train.inference.sampling import draw
+from medusa_train.inference.sampling import Chances, draw
 from medusa_train.inference.verify import (
     Draft,
     NanLogitsError,
@@ -41,7 +41,11 @@ def greedy(logits, tokens, tree, process=None):
 
 def rejection(logits, tokens, tree, sampling, generator, process=None):
     draft = one_row(tokens, tree)
-    return verify_rejection(logits[None], draft, [0], process, sampling=sampling, generators=[generator])[0]
+    return verify_rejection(logits[None], draft, [0], process, sampling=sampling, chances=[stream(generator)])[0]
+
+
+def stream(generator=None):
+    return Chances(generator, torch.device("cpu"))
 
 
 def identity(row, path, logits):
@@ -94,7 +98,7 @@ def test_rows_are_verified_apart_and_finished_ones_not_at_all():
     expected = [Verdict((0, 1, 2), (1, 2, 3)), Verdict((0, 2), (4, 0))]
     assert verify_greedy(logits, draft, [0, 1]) == expected
     assert verify_greedy(logits, draft, [1]) == expected[1:]
-    cold = {"sampling": Sampling(0.01), "generators": [None] * 3}
+    cold = {"sampling": Sampling(0.01), "chances": [stream() for _ in range(3)]}
     assert verify_rejection(logits, draft, [0, 1], **cold) == expected
     for rows in ([0, 2], [2]):
         for process in (None, identity):
@@ -158,7 +162,7 @@ SAMPLINGS = [Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.3, top_p=0.7), Sa
 @pytest.mark.parametrize("paths", [[], [(0,), (1,), (2,)], [(0, 0, 0)], [(0, 0), (0, 1), (1, 0), (2,)]])
 @pytest.mark.parametrize("process", [None, identity])
 def test_rejection_of_chosen_trees_samples_the_exact_joint_distribution(paths, sampling, process):
-    target, rounds = toy_target(1), 3000
+    target, rounds = toy_target(1), 2000
     drafts = [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
     tree, generator = Tree.from_paths(paths), torch.Generator().manual_seed(7)
 
@@ -175,7 +179,7 @@ def test_rejection_of_chosen_trees_samples_the_exact_joint_distribution(paths, s
 @pytest.mark.parametrize("paths", [[(0, 0, 0)], [(0,), (1,), (2,)], [(0, 0), (0, 1), (1, 0)]])
 def test_rejection_of_sampled_trees_samples_the_exact_joint_distribution(paths, sampling):
     """A draft model's chains and sampled siblings: multi-round rejection, the bonus token included."""
-    target, draft_model, rounds = toy_target(1), toy_target(2), 3000
+    target, draft_model, rounds = toy_target(1), toy_target(2), 2000
     tree, generator = Tree.from_paths(paths), torch.Generator().manual_seed(7)
 
     def q_at(prefix):
@@ -184,7 +188,7 @@ def test_rejection_of_sampled_trees_samples_the_exact_joint_distribution(paths, 
     def verify(logits, tokens, prefixes):
         q = torch.stack([q_at(prefix) for prefix in prefixes])[None]
         draft = Draft([tree], torch.tensor([tokens]), q)
-        return verify_rejection(logits[None], draft, [0], sampling=sampling, generators=[generator])[0]
+        return verify_rejection(logits[None], draft, [0], sampling=sampling, chances=[stream(generator)])[0]
 
     def once():
         return emitted(
@@ -239,7 +243,7 @@ def test_typical_accepts_by_the_entropy_threshold():
 
     def accepted(epsilon, delta):
         return verify_typical(
-            logits[None], one_row(tokens, tree), [0], sampling=Sampling(), generators=[None],
+            logits[None], one_row(tokens, tree), [0], sampling=Sampling(), chances=[stream()],
             epsilon=epsilon, delta=delta,
         )[0].path  # fmt: skip
 
@@ -254,7 +258,7 @@ def test_typical_accepts_by_the_entropy_threshold():
 def test_typical_refuses_sampled_drafts():
     draft = Draft([Tree.chain(1)], torch.tensor([[0, 1]]), torch.full((1, 2, VOCAB), 0.2))
     with pytest.raises(UserError, match="typical takes chosen drafts"):
-        verify_typical(torch.zeros(1, 2, VOCAB), draft, [0], sampling=Sampling(), generators=[None])
+        verify_typical(torch.zeros(1, 2, VOCAB), draft, [0], sampling=Sampling(), chances=[stream()])
 
 
 @pytest.mark.parametrize("process", [None, identity])
@@ -323,7 +327,19 @@ def test_impossible_settings_are_refused(bad):
 def test_drawing_follows_the_probabilities_and_never_takes_a_zero():
     p = torch.tensor([[0.0, 0.2, 0.0, 0.5, 0.3, 0.0], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0]])
     generator = torch.Generator().manual_seed(0)
-    draws = torch.stack([draw(p, generator) for _ in range(3000)])
+    draws = torch.stack([draw(p, torch.rand(2, generator=generator)) for _ in range(3000)])
     counts = Counter(draws[:, 0].tolist())
     assert same_distribution(counts, {i: float(x) for i, x in enumerate(p[0]) if x > 0}, 3000)
     assert draws[:, 1].unique().tolist() == [0]
+
+
+@given(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 99))
+def test_numbers_ahead_stay_the_same_until_they_are_used(uses, seed):
+    """However far one looks ahead, the numbers used are those that the seed gives."""
+    expected = torch.rand(64, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    chances, used = stream(torch.Generator().manual_seed(seed)), 0
+    for turn, count in enumerate(uses):
+        look = 1 + (turn * 5) % 7
+        assert torch.equal(chances.ahead(look), expected[used : used + look])
+        chances.use(count)
+        used += count
