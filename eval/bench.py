@@ -38,10 +38,12 @@ from medusa_train.inference.drafters import Drafter, MedusaDrafter, NoDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
+from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.stopping import Stopping
 from medusa_train.inference.verify import verify_greedy
 
 COMPILED = "+compiled"  # ending of an arm's name whose steps are compiled
+GPU_PART_TOKENS = 64  # budget of the run that times parts on a GPU
 LOOKUP_TOKENS = 8  # copied tokens of every arm that looks up, transformers' included
 
 # Arm -> its drafter, made from the model with heads and the small model (None where --draft-model is not given).
@@ -76,8 +78,8 @@ DEFINITIONS = {
     "over_generate, over_plain, over_plain+compiled": "ratio of decode tokens/s at the same batch size, repeat by "
     "repeat",
     "ms_per_pass": "decode time / passes of the backbone after prefill",
-    "outside_forward": "(draft + verify + commit) / all of a step, over the first batch, from a run of its own in "
-    "which the device is waited for between these parts",
+    "outside_forward": "(draft + verify + commit) / all of a step; on a GPU from a run of its own over the first "
+    "batch, in which the device is waited for between these parts",
     "identical_to_plain": "share of outputs equal to plain's at the same batch size, token for token; differences give "
     "the first differing place and the gap between the backbone's two best logits there",
     "batches": "prompts in file order, in full batches only",
@@ -118,11 +120,14 @@ def bench(
             reference = runs.get((size, base))
             row[f"over_{base}"] = reference and asdict(speedup(over=reference, of=found))
         row |= _compare(model.backbone, batches[size], found[0], runs.get((size, "plain"), [None])[0])
-        row["outside_forward"] = None
         if (name := arm.removesuffix(COMPILED)) in DRAFTERS:
             timed = models[arm != name]
-            drafter = DRAFTERS[name](timed, draft_model)
-            row["outside_forward"] = _outside_forward(timed, drafter, batches[size][0], max_new_tokens)
+            stats = [run.stats for repeat in found for run in repeat]
+            row["outside_forward"] = _outside_forward(
+                timed, DRAFTERS[name](timed, draft_model), batches[size][0], stats
+            )
+        else:
+            row["outside_forward"] = None
         rows.append(row)
     return {
         "definitions": DEFINITIONS,
@@ -305,12 +310,14 @@ def _compare(
 
 
 def _outside_forward(
-    model: MedusaModel, drafter: Drafter, prompts: Sequence[Tensor], max_new_tokens: int
+    model: MedusaModel, drafter: Drafter, prompts: Sequence[Tensor], measured: Sequence[DecodeStats]
 ) -> float | None:
-    stopping = Stopping(max_new_tokens, model.backbone.eos_token_ids)
-    steps = part_seconds(model.step, drafter, verify_greedy, prompts, stopping)
-    seconds = {part: sum(step[part] for step in steps) for part in PARTS}
-    return 1 - seconds["forward"] / sum(seconds.values()) if steps else None
+    if model.backbone.device.type == "cpu":
+        spent = {part: sum(getattr(stats, f"{part}_seconds") for stats in measured) for part in PARTS}
+    else:  # launches return before their work is done, so the parts are timed in a run that waits between them
+        steps = part_seconds(model.step, drafter, verify_greedy, prompts, Stopping(GPU_PART_TOKENS))
+        spent = {part: sum(step[part] for step in steps) for part in PARTS}
+    return 1 - spent["forward"] / sum(spent.values()) if spent["forward"] else None
 
 
 def _by_category(questions: Sequence[Question], runs: Mapping[str, Runs]) -> list[dict[str, Any]]:

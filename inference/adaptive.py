@@ -11,6 +11,7 @@ plain decoding, steps draft nothing for a while, then a small tree probes whethe
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -110,7 +111,7 @@ class AdaptiveDrafter:
             tokens, chances = self._candidates(context)
             ordered = chances.sort(dim=1, descending=True, stable=True)  # stable: a parent stays before its child
             values, order = ordered.values.tolist(), ordered.indices.tolist()
-            size = chooser.choose([values[row] for row in context.active])
+            size = chooser.choose([values[row] for row in context.active], rows)
             picked = [sorted(line[: size - 1]) for line in order]
             index = torch.tensor(picked, device=tokens.device, dtype=torch.long)
             roots = context.roots[:, None].to(tokens.device)
@@ -168,12 +169,29 @@ class SizeChooser:
             return True
         return False
 
-    def choose(self, chances: Sequence[Sequence[float]]) -> int:
-        """Tokens per pass, given each row's node chances, best first."""
+    def seconds(self, tokens: int) -> float:
+        """Time of a step whose pass holds so many tokens, all rows together: between and beyond the measured ones.
+
+        Weights are read once per pass and products grow with its tokens, so rows cost what nodes cost.
+        """
+        sizes = sorted(self.step_seconds)
+        above = bisect(sizes, tokens - 1)
+        if above == 0 or len(sizes) == 1:
+            return self.step_seconds[sizes[0]]
+        low, high = sizes[min(above, len(sizes) - 1) - 1], sizes[min(above, len(sizes) - 1)]
+        slope = (self.step_seconds[high] - self.step_seconds[low]) / (high - low)
+        if tokens > sizes[-1]:
+            # The last two may lie too close together to tell; the whole curve does not.
+            slope = (self.step_seconds[sizes[-1]] - self.step_seconds[sizes[0]]) / (sizes[-1] - sizes[0])
+            low = sizes[-1]
+        return self.step_seconds[low] + slope * (tokens - low)
+
+    def choose(self, chances: Sequence[Sequence[float]], rows: int = 1) -> int:
+        """Tokens per row and pass, given the node chances of each active row, best first, and how many rows pass."""
         promised = {size: sum(sum(row[: size - 1]) for row in chances) / len(chances) for size in self.sizes}
         if len(self.sizes) == 1:
             return self.sizes[0]
-        speed = {size: (1 + self.trust * promised[size]) / self.step_seconds[size] for size in self.sizes}
+        speed = {size: (1 + self.trust * promised[size]) / self.seconds(size * rows) for size in self.sizes}
         best = max(speed, key=speed.__getitem__)
         if best == 1:
             if self._resting == 1:  # the rest is over: probe with the smallest tree

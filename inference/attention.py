@@ -15,6 +15,7 @@ from torch import Tensor
 
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.grouped_attention import NAME as GROUPED
 from medusa_train.inference.kv_cache import TreeCache
 from medusa_train.inference.tree import Tree
 
@@ -122,7 +123,7 @@ def check_tree_attention(backbone: Backbone) -> None:
     if other or getattr(backbone.model, "_is_stateful", False):
         kind = ", ".join(sorted(other)) or "state-space"
         raise UserError(f"{name} has {kind} layers, whose state cannot be rolled back to an accepted branch")
-    if backbone.model.config._attn_implementation not in ("sdpa", "eager"):
+    if backbone.model.config._attn_implementation not in ("sdpa", "eager", GROUPED):
         raise UserError(
             f"{name} was loaded with attn_implementation={backbone.model.config._attn_implementation!r}, which takes "
             "no tree mask; load it with attn_implementation='sdpa'"

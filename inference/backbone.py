@@ -30,6 +30,7 @@ from transformers import (
 
 from medusa_train.inference.cpu_linear import can_pack, pack_linears
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.grouped_attention import group_attention
 
 PROBE_SIZE = 32  # numbers kept to recognise a backbone
 PROBE_MIN_COSINE = 0.9  # bf16 and 8-bit copies of a model score above 0.99, a sibling of the same shape far below
@@ -66,6 +67,7 @@ class Backbone:
         if model.get_output_embeddings() is None:
             raise UserError(f"{name} has no output projection; load the causal-LM class of this model")
         model.eval().requires_grad_(False)
+        group_attention(model)
         backbone = cls(model, source, ())
         with torch.inference_mode():
             # A small id range is inside every vocabulary, and distinct ids make a degenerate model visible.

@@ -21,10 +21,10 @@ from transformers import (
 
 from conftest import make_llama, random_heads
 from medusa_train.inference import MedusaModel, NoDrafter, PromptLookupDrafter, Tree, UserError
-from medusa_train.inference.attention import check_tree_attention
+from medusa_train.inference.attention import check_tree_attention, new_cache
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.cpu_linear import pack_linears
-from medusa_train.inference.step import _check_compiler
+from medusa_train.inference.step import SMALLEST_BUCKET, _check_compiler
 from medusa_train.inference.verify import Draft
 
 TREES = [
@@ -305,3 +305,25 @@ def test_compiling_without_a_compiler_says_what_to_install(tiny_llama, monkeypat
     monkeypatch.setattr("torch._inductor.cpp_builder.get_cpp_compiler", missing)
     with pytest.raises(UserError, match=r"install g\+\+"):
         MedusaModel(tiny_llama, random_heads()).compiled()
+
+
+def test_a_long_text_crosses_the_buckets_of_the_cache(monkeypatch):
+    """2,000 tokens, seen in slices of 128, 256, 512, ... columns: what compiled steps do, without compiling."""
+    backbone = make_llama(max_position_embeddings=4096)
+    model = MedusaModel(backbone, random_heads(), TREES[3])
+    caches = []
+
+    def bucketed(scratch, capacity):
+        caches.append(new_cache(model.backbone, scratch, capacity, SMALLEST_BUCKET))
+        return caches[-1]
+
+    monkeypatch.setattr(model.step, "new_cache", bucketed)
+    prompt, seen = prompts(1, 5)[0], set()
+    expected = greedy(backbone, prompt, 2000)
+    tokens = prompt.tolist()
+    for block in model.stream(prompt, 2000, eos_token_ids=(), drafter=Oracle(TREES[3], [expected[5:]])):
+        tokens += block.tokens
+        seen.add(caches[0].visible)
+    assert tokens == expected
+    assert sorted(seen) == [128, 256, 512, 1024, 2048]
+    assert caches[0].capacity == 2048

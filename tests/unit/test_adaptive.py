@@ -89,6 +89,19 @@ def test_the_size_with_the_most_tokens_per_second_is_chosen():
     assert chosen(*[0.9] * 7) == 8  # 7.30 / 2.5 beats 3.70 / 1.3
 
 
+def test_step_times_are_read_between_and_beyond_the_measured_ones():
+    chooser = SizeChooser({1: 1.0, 2: 1.2, 4: 1.4, 8: 3.1}, [1, 2, 4, 8])
+    expected = {1: 1.0, 2: 1.2, 3: 1.3, 4: 1.4, 6: 2.25, 8: 3.1, 15: 5.2}  # beyond: 0.3 a token, as from 1 to 8
+    assert {tokens: chooser.seconds(tokens) for tokens in expected} == pytest.approx(expected)
+    assert SizeChooser({1: 2.0}, [1]).seconds(9) == 2.0
+
+
+def test_rows_fill_a_pass_like_nodes():
+    times, promise = {1: 1.0, 4: 1.1, 16: 3.0}, [[0.5, 0.4, 0.3, *[0.0] * 12]]
+    assert SizeChooser(times, [1, 4, 16]).choose(promise, rows=1) == 4
+    assert SizeChooser(times, [1, 4, 16]).choose(promise * 16, rows=16) == 1  # 2.2 / 9.4 is below 1 / 3
+
+
 def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
     chooser, sizes = SizeChooser({1: 1.0, 2: 1.2, 4: 1.5}, []), []
     chooser.sizes = [1, 2, 4]
