@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
 
+from medusa_train.cli import main
 from medusa_train.inference import HeadsConfig, MedusaHeads
 
 torch.set_num_threads(1)
@@ -71,3 +73,28 @@ def tiny_chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end = fast.convert_tokens_to_ids("<|im_end|>")
     make_llama(vocab_size=512, eos_token_id=end, pad_token_id=end, bos_token_id=None).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def command(monkeypatch, capfd, tmp_path):
+    """The command in this process: arguments -> exit code, standard output, standard error."""
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["medusa-train", *map(str, arguments)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as ended:
+            main()
+        return ended.value.code or 0, *capfd.readouterr()
+
+    return run
+
+
+def assert_refused(outcome, *told):
+    """Exit code 2 and one line on standard error that tells all of this."""
+    code, _, error = outcome
+    assert code == 2, error
+    assert error.count("\n") == 1, error
+    assert error.startswith("medusa-train: ")
+    assert all(part in error for part in told), error

@@ -5,13 +5,13 @@ import os
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 
-from conftest import random_heads
-from medusa_train.cli import main
+from conftest import assert_refused, random_heads
 from medusa_train.data.chat import load_chat_tokenizer
 from medusa_train.eval.bench import ARMS, BATCH_OF_ONE, DRAFTERS, choose_arms, load_questions, parse_batch_sizes
 from medusa_train.eval.simulate import (
@@ -50,26 +50,8 @@ def files(tmp_path, tiny_chat_folder):
 
 
 @pytest.fixture
-def command(monkeypatch, capfd, tmp_path):
-    """The command in this process: arguments -> exit code, standard output, standard error."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["medusa-train", "bench", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code or 0, *capfd.readouterr()
-
-    return run
-
-
-def assert_refused(outcome, *told):
-    code, _, error = outcome
-    assert code == 2, error
-    assert error.count("\n") == 1, error
-    assert error.startswith("medusa-train: ")
-    assert all(part in error for part in told), error
+def command(command):
+    return partial(command, "bench")
 
 
 def test_every_arm_and_batch_is_measured_and_adds_up(command, files, tiny_chat_folder):

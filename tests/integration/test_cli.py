@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 import medusa_train
+from conftest import assert_refused
 from medusa_train.cli import main
 from medusa_train.recipe import load_recipe
 
@@ -52,31 +53,6 @@ def recipe(tmp_path, tiny_chat_folder):
     path = tmp_path / "recipe.yaml"
     path.write_text(yaml.safe_dump(content))
     return path
-
-
-@pytest.fixture
-def command(monkeypatch, capfd, tmp_path):
-    """The command in this process: arguments -> exit code, standard output, standard error."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
-    monkeypatch.chdir(tmp_path)
-
-    def run(*arguments):
-        monkeypatch.setattr(sys, "argv", ["medusa-train", *map(str, arguments)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code or 0, *capfd.readouterr()
-
-    return run
-
-
-def assert_refused(outcome, *told):
-    """Exit code 2 and one line on standard error that tells all of this."""
-    code, _, error = outcome
-    assert code == 2, error
-    assert error.count("\n") == 1, error
-    assert error.startswith("medusa-train: ")
-    assert all(part in error for part in told), error
 
 
 def outcome_of(process):

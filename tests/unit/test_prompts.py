@@ -85,7 +85,7 @@ def test_a_changed_file_is_read_anew(path):
 
 def test_wrong_columns_are_named(path):
     source = write(path, [{"question": "What is this?", "answer": "A cat."}])
-    with pytest.raises(UserError, match="needs 'messages' or 'prompt', found answer, question"):
+    with pytest.raises(UserError, match="needs 'messages', 'prompt' or 'turns', found answer, question"):
         load_prompts(source, "train", None)
 
 
@@ -160,3 +160,8 @@ def test_a_completion_is_not_invented_for_records_that_have_messages(path):
 def test_texts_are_compared_up_to_case_and_spaces():
     assert normalized(Prompt.of([user(" What\n is  THIS?")])) == normalized(Prompt.of([USER]))
     assert normalized(Prompt.of([user("What is thi s?")])) != normalized(Prompt.of([USER]))
+
+
+def test_the_first_of_several_user_turns_is_the_prompt(path):
+    source = write(path, [{"question_id": 81, "category": "writing", "turns": ["What is this?", "And that?"]}])
+    assert prompts_of(source) == [[USER]]

@@ -158,9 +158,10 @@ def emitted(tree, target, propose, verify):
 SAMPLINGS = [Sampling(0.7), Sampling(1.0, top_k=2), Sampling(1.3, top_p=0.7), Sampling(1.0, min_p=0.3)]
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize(
+    ("sampling", "process"), [*((sampling, None) for sampling in SAMPLINGS), (SAMPLINGS[0], identity)]
+)
 @pytest.mark.parametrize("paths", [[], [(0,), (1,), (2,)], [(0, 0, 0)], [(0, 0), (0, 1), (1, 0), (2,)]])
-@pytest.mark.parametrize("process", [None, identity])
 def test_rejection_of_chosen_trees_samples_the_exact_joint_distribution(paths, sampling, process):
     target, rounds = toy_target(1), 2000
     drafts = [[2, 0, 1], [1, 2, 0], [0, 1, 2]]
