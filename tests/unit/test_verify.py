@@ -332,6 +332,9 @@ def test_drawing_follows_the_probabilities_and_never_takes_a_zero():
     counts = Counter(draws[:, 0].tolist())
     assert same_distribution(counts, {i: float(x) for i, x in enumerate(p[0]) if x > 0}, 3000)
     assert draws[:, 1].unique().tolist() == [0]
+    # On the border between two tokens, and before the first that is possible.
+    borders = torch.tensor([0.0, 0.25, 0.5])
+    assert draw(torch.tensor([0.0, 0.25, 0.0, 0.25, 0.5]).expand(3, 5), borders).tolist() == [1, 3, 4]
 
 
 @given(st.lists(st.integers(0, 3), max_size=12), st.integers(0, 99))
