@@ -115,4 +115,4 @@ def _figures(stats: DecodeStats) -> str:
     if stats.tokens_per_step is None or not stats.decode_seconds:
         return f"[{stats.prefill_tokens} token]"
     speed = stats.step_tokens / stats.decode_seconds
-    return f"[{stats.tokens_per_step:.2f} tokens per step, {speed:.1f} tokens/s, {stats.last_pass_size} tokens a pass]"
+    return f"[{stats.tokens_per_step:.2f} tokens per step, {speed:.1f} tokens/s, tree of {stats.last_pass_size}]"
