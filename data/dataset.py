@@ -16,10 +16,11 @@ IGNORED = -100
 class HeadsDataset(Dataset[dict[str, Tensor]]):
     """One sample per cached position that has at least head 1's target.
 
-    A sample is ``hidden`` ``(hidden,)``, the heads' input; ``labels`` ``(K,)``, the tokens that heads 1..K should
-    predict, ``IGNORED`` past the end of the answer; ``teacher_hidden`` ``(K, hidden)``, the states whose projections
-    are the backbone's own distributions at those tokens. Samples are fetched a batch at a time (`__getitems__`), since
-    picking single positions from memory-mapped shards would cost more than training on them.
+    A sample is ``hidden`` ``(hidden,)``, the heads' input; ``roots`` ``()``, the token after it; ``labels`` ``(K,)``,
+    the tokens after that, which heads 1..K should predict, ``IGNORED`` past the end of the answer; ``teacher_hidden``
+    ``(K, hidden)``, the states whose projections are the backbone's own distributions at those tokens. Samples are
+    fetched a batch at a time (`__getitems__`), since picking single positions from memory-mapped shards would cost more
+    than training on them.
     """
 
     def __init__(self, shards: Sequence[Shard], num_heads: int) -> None:
@@ -40,6 +41,7 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
         homes = torch.searchsorted(self._starts, wanted, right=True) - 1
         width = self.shards[0].hidden.shape[1]
         states = torch.empty(len(wanted), self.num_heads + 1, width, dtype=self.shards[0].hidden.dtype)
+        roots = torch.empty(len(wanted), dtype=torch.long)
         labels = torch.full((len(wanted), self.num_heads), IGNORED)
         for home in homes.unique().tolist():
             members = (homes == home).nonzero()[:, 0]
@@ -49,8 +51,9 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
             inside = ahead < shard.ends[positions][:, None]
             ahead = torch.where(inside, ahead, positions[:, None])  # any valid place; its label is ignored
             states[members] = shard.hidden[ahead]
+            roots[members] = shard.tokens[positions]
             labels[members] = torch.where(inside[:, 1:], shard.tokens[ahead[:, 1:]], IGNORED)
-        return {"hidden": states[:, 0], "teacher_hidden": states[:, 1:], "labels": labels}
+        return {"hidden": states[:, 0], "roots": roots, "teacher_hidden": states[:, 1:], "labels": labels}
 
 
 def draft_vocabulary(shards: Sequence[Shard], size: int, vocab_size: int) -> tuple[Tensor, float]:

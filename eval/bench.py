@@ -34,7 +34,7 @@ from medusa_train.eval.speed import (
 )
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.draft_model import DraftModelDrafter
-from medusa_train.inference.drafters import Drafter, MedusaDrafter, NoDrafter
+from medusa_train.inference.drafters import Drafter, NoDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
@@ -49,11 +49,11 @@ LOOKUP_TOKENS = 8  # copied tokens of every arm that looks up, transformers' inc
 # Arm -> its drafter, made from the model with heads and the small model (None where --draft-model is not given).
 DRAFTERS: dict[str, Callable[[MedusaModel, Backbone | None], Drafter]] = {
     "plain": lambda model, small: NoDrafter(),
-    "medusa": lambda model, small: MedusaDrafter(model.heads, model.tree),
+    "medusa": lambda model, small: model.medusa_drafter(model.tree),
     "adaptive": lambda model, small: model.adaptive_drafter(),
     "lookup": lambda model, small: PromptLookupDrafter(LOOKUP_TOKENS),
     "medusa-lookup": lambda model, small: MedusaLookupDrafter(
-        MedusaDrafter(model.heads, model.tree), PromptLookupDrafter(LOOKUP_TOKENS)
+        model.medusa_drafter(model.tree), PromptLookupDrafter(LOOKUP_TOKENS)
     ),
     "draft-model": lambda model, small: DraftModelDrafter(_given(small), model.backbone),
 }

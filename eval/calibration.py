@@ -26,11 +26,10 @@ def fit_temperatures(model: MedusaModel, shards: Sequence[Shard]) -> tuple[float
     column_of_token[model.heads.draft_token_ids.cpu()] = torch.arange(config.projection_size)
     fitted = []
     for head in range(config.num_heads):
-        hidden, targets = _targets(shards, head + 1, column_of_token)
+        hidden, before, targets = _targets(shards, head + 1, column_of_token)
         losses = torch.zeros(len(TEMPERATURES))
         for part in range(0, len(targets), 256):
-            states = hidden[part : part + 256].to(model.backbone.device, model.backbone.dtype)
-            logits = model.heads(states, head).float().cpu()
+            logits = model.draft_logits(hidden[part : part + 256], head, before[part : part + 256]).float().cpu()
             own = targets[part : part + 256]
             losses += torch.stack(
                 [torch.nn.functional.cross_entropy(logits / t, own, reduction="sum") for t in TEMPERATURES]
@@ -39,15 +38,17 @@ def fit_temperatures(model: MedusaModel, shards: Sequence[Shard]) -> tuple[float
     return tuple(fitted)
 
 
-def _targets(shards: Sequence[Shard], ahead: int, column_of_token: Tensor) -> tuple[Tensor, Tensor]:
-    """Evenly spread hidden states, and the draft column of the token ``ahead`` positions later in the same answer."""
-    hidden, targets = [], []
+def _targets(shards: Sequence[Shard], ahead: int, column_of_token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Evenly spread hidden states, the ``ahead`` tokens after each, and the draft column of the one that follows."""
+    hidden, before, targets = [], [], []
     for shard in shards:
         positions = torch.arange(len(shard.tokens))
         positions = positions[positions + ahead < shard.ends]
         columns = column_of_token[shard.tokens[positions + ahead]]
-        hidden.append(shard.hidden[positions[columns >= 0]])
-        targets.append(columns[columns >= 0])
-    all_hidden, all_targets = torch.cat(hidden), torch.cat(targets)
+        drafted, columns = positions[columns >= 0], columns[columns >= 0]
+        hidden.append(shard.hidden[drafted])
+        before.append(shard.tokens[drafted[:, None] + torch.arange(ahead)])
+        targets.append(columns)
+    all_targets = torch.cat(targets)
     kept = torch.linspace(0, max(len(all_targets) - 1, 0), min(POSITIONS, len(all_targets))).long()
-    return all_hidden[kept], all_targets[kept]
+    return torch.cat(hidden)[kept], torch.cat(before)[kept], all_targets[kept]

@@ -86,6 +86,7 @@ def evaluate(
             "max_new_tokens": max_new_tokens,
             "repeats": repeats,
             "compiled": model.step.compiled,
+            "kind": model.heads.config.kind,
             "num_heads": model.heads.config.num_heads,
             "num_layers": model.heads.config.num_layers,
             "draft_vocab_size": model.heads.config.draft_vocab_size,

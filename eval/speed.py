@@ -21,7 +21,7 @@ from tqdm import tqdm
 from transformers.generation.streamers import BaseStreamer
 
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.drafters import Drafter, MedusaDrafter, NoDrafter
+from medusa_train.inference.drafters import Drafter, NoDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.stats import DecodeStats
@@ -204,7 +204,7 @@ def measure_step_seconds(
     with tqdm(total=(rounds + 1) * len(trees), desc="step times", unit="tree") as bar:
         for turn in range(rounds + 1):
             for tree, found in zip(trees, medians, strict=True):
-                drafter = NoDrafter() if tree.size == 1 else MedusaDrafter(model.heads, tree)
+                drafter = NoDrafter() if tree.size == 1 else model.medusa_drafter(tree)
                 timed = steps if turn else 1  # the first round warms up
                 budget = timed * (tree.depth + 1) + 1
                 blocks = model.stream(prompt, budget, eos_token_ids=(), max_steps=timed, drafter=drafter)

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from medusa_train.inference.candidates import Embed, TreeFiller
 from medusa_train.inference.drafters import Context, Drafting
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
@@ -71,31 +72,26 @@ class Calibration:
 class AdaptiveDrafter:
     """Chooses a tree's nodes and its size anew for every step."""
 
-    def __init__(self, heads: MedusaHeads, calibration: Calibration, size: int | None = None) -> None:
+    def __init__(
+        self, heads: MedusaHeads, calibration: Calibration, embed: Embed | None = None, size: int | None = None
+    ) -> None:
         """Prepare the superset.
 
         Args:
             heads: as `MedusaModel` keeps them, on the backbone's device.
             calibration: see `Calibration`.
+            embed: the backbone's embedding, for hydra heads.
             size: always this many tokens per pass (a dynamic tree of static shape); None adapts the size as well.
 
         Raises:
             UserError: the superset does not fit the heads, or the size is not one of 2..superset.size.
         """
         superset = calibration.superset
-        superset.check(heads.config.num_heads, heads.config.projection_size)
+        self._filler = TreeFiller(heads, superset, embed)
         if size is not None and not 2 <= size <= superset.size:
             raise UserError(f"a dynamic tree needs a size from 2 to {superset.size}, got {size}")
-        self.heads, self.calibration, self.size = heads, calibration, size
+        self.calibration, self.size = calibration, size
         self.max_size = size or max(calibration.step_seconds)
-        self._ranks = superset.ranks_needed()
-        device = heads.draft_token_ids.device
-        starts = [0]
-        for ranks in self._ranks:
-            starts.append(starts[-1] + ranks)
-        # Node (without the root) -> its place in [head 1's best, head 2's best, ...] laid end to end.
-        self._columns = torch.tensor([starts[len(path) - 1] + path[-1] for path in superset.paths[1:]], device=device)
-        self._ancestors = superset.ancestor_mask[1:, 1:].float().to(device)
         self._subtree = lru_cache(maxsize=1024)(self._make_subtree)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
@@ -108,29 +104,20 @@ class AdaptiveDrafter:
             chooser.observe([context.accepted[row] for row in context.active])
             if chooser.rests():
                 return Draft([plain] * rows, context.roots[:, None])
-            tokens, chances = self._candidates(context)
-            ordered = chances.sort(dim=1, descending=True, stable=True)  # stable: a parent stays before its child
+            tokens, chances = self._filler.tokens_and_chances(
+                context.hidden, context.roots, self.calibration.temperatures
+            )
+            ordered = chances[:, 1:].sort(
+                dim=1, descending=True, stable=True
+            )  # stable: a parent stays before its child
             values, order = ordered.values.tolist(), ordered.indices.tolist()
             size = chooser.choose([values[row] for row in context.active], rows)
             picked = [sorted(line[: size - 1]) for line in order]
             index = torch.tensor(picked, device=tokens.device, dtype=torch.long)
-            roots = context.roots[:, None].to(tokens.device)
-            return Draft(
-                [self._subtree(tuple(nodes)) for nodes in picked], torch.cat([roots, tokens.gather(1, index)], dim=1)
-            )
+            own = torch.cat([tokens[:, :1], tokens[:, 1:].gather(1, index)], dim=1)
+            return Draft([self._subtree(tuple(nodes)) for nodes in picked], own)
 
         return draft
-
-    def _candidates(self, context: Context) -> tuple[Tensor, Tensor]:
-        """Tokens of every node of the superset but the root, and the chance that each is accepted: ``(B, S-1)``."""
-        tokens, scores = [], []
-        for head, ranks in enumerate(self._ranks):
-            logits = self.heads(context.hidden, head).float() / self.calibration.temperatures[head]
-            best = logits.log_softmax(dim=-1).topk(ranks)
-            tokens.append(self.heads.draft_token_ids[best.indices])
-            scores.append(best.values)
-        own = torch.cat(scores, dim=1)[:, self._columns]
-        return torch.cat(tokens, dim=1)[:, self._columns], (own @ self._ancestors.T).exp()
 
     def _make_subtree(self, nodes: tuple[int, ...]) -> Tree:
         paths = self.calibration.superset.paths

@@ -136,6 +136,16 @@ class Backbone:
         hidden: Tensor = self.decoder(input_ids=input_ids, use_cache=cache is not None, **kwargs)[0]
         return hidden
 
+    @property
+    def embedding_size(self) -> int:
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    def embed(self, token_ids: Tensor) -> Tensor:
+        """Input embeddings: ``(...)`` token ids -> ``(..., embedding_size)``, without gradient."""
+        with torch.no_grad():
+            embedded: Tensor = self.model.get_input_embeddings()(token_ids)
+        return embedded.to(self.device)
+
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of hidden states: ``(..., hidden)`` -> ``(..., vocab)``."""
         return self.shape_logits(self.model.get_output_embeddings()(hidden))

@@ -13,7 +13,7 @@ import json
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -23,7 +23,7 @@ from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json, write_tensors
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import HeadsConfig, HeadsKind, MedusaHeads
 from medusa_train.inference.tree import Tree
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -66,7 +66,7 @@ def save_heads(
         del tensors["draft_token_ids"]
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     content: dict[str, Any] = {
-        "model_type": "medusa",
+        "model_type": config.kind,
         "base_model_name_or_path": backbone.source if backbone else "",
         "medusa_num_heads": config.num_heads,
         "medusa_num_layers": config.num_layers,
@@ -133,7 +133,7 @@ def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
     shapes: dict[str, tuple[int, ...]] = {"draft_token_ids": (columns,)} if config.draft_vocab_size else {}
     for head in range(config.num_heads):
         for layer in range(config.num_layers):
-            shapes[f"{head}.{layer}.linear.weight"] = (hidden, hidden)
+            shapes[f"{head}.{layer}.linear.weight"] = (hidden, config.input_size(head, layer))
             shapes[f"{head}.{layer}.linear.bias"] = (hidden,)
         shapes[f"{head}.{config.num_layers}.weight"] = (columns, hidden)
     return shapes
@@ -176,7 +176,10 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
     if missing := [key for key in needed if not isinstance(content.get(key), int)]:
         raise UserError(f"{path}: {missing[0]} is missing or not a whole number")
     num_heads, num_layers, hidden_size, vocab_size = (int(content[key]) for key in needed)
-    config = HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, int(content.get("draft_vocab_size", 0)))
+    kind = content.get("model_type", "medusa")  # heads written elsewhere may not say
+    if kind not in get_args(HeadsKind):
+        raise UserError(f"{path}: model_type {kind!r}; heads are {' or '.join(get_args(HeadsKind))}")
+    config = HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, int(content.get("draft_vocab_size", 0)), kind)
     return config, content
 
 

@@ -11,9 +11,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
+from medusa_train.inference.candidates import Embed, TreeFiller
 from medusa_train.inference.heads import MedusaHeads
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators
@@ -71,25 +71,15 @@ class NoDrafter:
 
 
 class MedusaDrafter:
-    """Fills one tree with the best tokens of each head."""
+    """Fills one tree with the best tokens of each head, of either kind."""
 
-    def __init__(self, heads: MedusaHeads, tree: Tree) -> None:
-        tree.check(heads.config.num_heads, heads.config.projection_size)
-        self.heads, self.tree, self.max_size = heads, tree, tree.size
-        self._ranks = tree.ranks_needed()
-        # Node -> column in [root, head 1's best, head 2's best, ...] laid end to end.
-        starts = [1]
-        for ranks in self._ranks:
-            starts.append(starts[-1] + ranks)
-        columns = [starts[len(path) - 1] + path[-1] if path else 0 for path in tree.paths]
-        self._columns = torch.tensor(columns, device=heads.draft_token_ids.device)
+    def __init__(self, heads: MedusaHeads, tree: Tree, embed: Embed | None = None) -> None:
+        """See `TreeFiller`."""
+        self.tree, self.max_size = tree, tree.size
+        self._filler = TreeFiller(heads, tree, embed)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         return self.draft
 
     def draft(self, context: Context) -> Draft:
-        candidates = [context.roots[:, None].to(self._columns.device)]
-        for head, ranks in enumerate(self._ranks):
-            best = self.heads(context.hidden, head).topk(ranks).indices
-            candidates.append(self.heads.draft_token_ids[best])
-        return Draft([self.tree] * len(context.texts), torch.cat(candidates, dim=1)[:, self._columns])
+        return Draft([self.tree] * len(context.texts), self._filler.tokens(context.hidden, context.roots))

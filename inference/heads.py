@@ -4,13 +4,17 @@ Head k (k = 1..K) reads the backbone's last hidden state h_t, the one whose own 
 predicts token t+k+1 (Cai et al. 2024, "Medusa", section 2.1.1). Every residual block computes x + SiLU(W x + b);
 W and b start at zero and the projection starts as a copy of the backbone's, so a fresh head's logits are exactly
 the backbone's.
+
+Hydra heads (Ankner et al. 2024, "Hydra", section 3) know what they continue: head k also reads the embeddings of the
+root token t+1 and of the k-1 tokens drafted after it. Here they enter its first residual block, beside the hidden
+state: x + SiLU(W [x; e_1; ...; e_k] + b).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +23,8 @@ from medusa_train.inference.errors import UserError
 
 if TYPE_CHECKING:
     from medusa_train.inference.backbone import Backbone
+
+HeadsKind = Literal["medusa", "hydra"]
 
 
 @dataclass(frozen=True)
@@ -31,6 +37,7 @@ class HeadsConfig:
         hidden_size: width of the backbone's last hidden state.
         vocab_size: rows of the backbone's output projection.
         draft_vocab_size: rows of each head's projection; 0 for the whole vocabulary.
+        kind: ``medusa`` heads read the hidden state alone, ``hydra`` heads also the tokens that they continue.
     """
 
     num_heads: int
@@ -38,6 +45,7 @@ class HeadsConfig:
     hidden_size: int
     vocab_size: int
     draft_vocab_size: int = 0
+    kind: HeadsKind = "medusa"
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0 or self.hidden_size < 1 or self.vocab_size < 1:
@@ -46,27 +54,34 @@ class HeadsConfig:
             raise UserError(
                 f"heads.draft_vocab_size={self.draft_vocab_size} is outside 0..{self.vocab_size} (the vocabulary)"
             )
+        if self.kind == "hydra" and self.num_layers < 1:
+            raise UserError("heads.num_layers must be at least 1 for hydra heads: their first layer reads the tokens")
 
     @property
     def projection_size(self) -> int:
         return self.draft_vocab_size or self.vocab_size
 
+    def input_size(self, head: int, layer: int) -> int:
+        """What a residual block reads: the hidden state and, in a hydra head's first, the embeddings before it."""
+        tokens = head + 1 if self.kind == "hydra" and layer == 0 else 0
+        return (1 + tokens) * self.hidden_size
+
 
 class ResidualBlock(nn.Module):
-    """x + SiLU(W x + b), the identity at the start: ``(..., hidden)`` -> ``(..., hidden)``."""
+    """x + SiLU(W [x; more] + b), the identity at the start: ``(..., hidden)`` -> ``(..., hidden)``."""
 
-    def __init__(self, hidden_size: int) -> None:
+    def __init__(self, hidden_size: int, input_size: int) -> None:
         super().__init__()
-        self.linear = nn.Linear(hidden_size, hidden_size)
+        self.linear = nn.Linear(input_size, hidden_size)
         nn.init.zeros_(self.linear.weight)
         nn.init.zeros_(self.linear.bias)  # SiLU(0) = 0 only with a zero bias: a fresh head must equal the backbone
 
-    def forward(self, x: Tensor) -> Tensor:
-        return x + nn.functional.silu(self.linear(x))
+    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
+        return x + nn.functional.silu(self.linear(torch.cat([x, *more], dim=-1) if more else x))
 
 
 class MedusaHeads(nn.Module):
-    """K independent heads over one hidden state.
+    """K heads over one hidden state.
 
     ``draft_token_ids`` ``(V',)`` maps a head's columns to token ids; it is ``0..V-1`` for a whole vocabulary.
     """
@@ -84,18 +99,28 @@ class MedusaHeads(nn.Module):
             raise UserError(f"draft_token_ids has {tuple(draft_token_ids.shape)} entries, the heads need ({columns},)")
         self.register_buffer("draft_token_ids", draft_token_ids.long())
         self.heads = nn.ModuleList(
-            nn.Sequential(
-                *(ResidualBlock(config.hidden_size) for _ in range(config.num_layers)),
-                nn.Linear(config.hidden_size, columns, bias=False),
+            nn.ModuleList(
+                [
+                    *(
+                        ResidualBlock(config.hidden_size, config.input_size(head, layer))
+                        for layer in range(config.num_layers)
+                    ),
+                    nn.Linear(config.hidden_size, columns, bias=False),
+                ]
             )
-            for _ in range(config.num_heads)
+            for head in range(config.num_heads)
         )
 
     @classmethod
     def for_backbone(
         cls, backbone: Backbone, config: HeadsConfig, draft_token_ids: Tensor | None = None
     ) -> MedusaHeads:
-        """Fresh heads in fp32 whose logits equal the backbone's (on the draft vocabulary)."""
+        """Fresh heads in fp32 whose logits equal the backbone's (on the draft vocabulary).
+
+        Raises:
+            UserError: hydra heads for a backbone whose embeddings have another width than its hidden states.
+        """
+        check_embeddings(config, backbone)
         heads = cls(config, draft_token_ids).to(backbone.device)
         rows = backbone.projection_rows(heads.draft_token_ids if config.draft_vocab_size else None).float()
         with torch.no_grad():
@@ -104,12 +129,30 @@ class MedusaHeads(nn.Module):
                 projection.weight.copy_(rows)
         return heads
 
-    def forward(self, hidden: Tensor, head: int) -> Tensor:
-        """Raw projections of one head: hidden ``(..., hidden)``, head index ``0..K-1`` -> ``(..., V')``.
+    def forward(self, hidden: Tensor, head: int, before: Tensor | None = None) -> Tensor:
+        """Raw projections of one head.
 
         A backbone that scales or caps its logits (`Backbone.shape_logits`) does the same to these.
+
+        Args:
+            hidden: ``(..., hidden)`` last hidden states.
+            head: ``0..K-1``.
+            before: ``(..., head + 1, hidden)`` embeddings (`Backbone.embed`) of the root and the tokens drafted since;
+                hydra heads need them, medusa heads do not look at them.
+
+        Returns:
+            ``(..., V')``.
         """
-        logits: Tensor = self.heads[head](hidden)
+        *blocks, projection = cast(nn.ModuleList, self.heads[head])
+        x = hidden
+        more: tuple[Tensor, ...] = ()
+        if self.config.kind == "hydra":
+            assert before is not None, "hydra heads read the tokens before them"
+            # Embeddings of different models differ in scale by orders of magnitude; hidden states are normed already.
+            more = (nn.functional.rms_norm(before, before.shape[-1:]).flatten(-2),)
+        for block in blocks:
+            x, more = block(x, *more), ()
+        logits: Tensor = projection(x)
         return logits
 
     def save_pretrained(self, folder: str | Path) -> None:
@@ -124,3 +167,12 @@ class MedusaHeads(nn.Module):
         from medusa_train.inference.checkpoint import load_heads
 
         return load_heads(folder).heads
+
+
+def check_embeddings(config: HeadsConfig, backbone: Backbone) -> None:
+    """Refuse hydra heads on a backbone whose embeddings are not as wide as its hidden states."""
+    if config.kind == "hydra" and backbone.embedding_size != config.hidden_size:
+        raise UserError(
+            f"hydra heads need embeddings as wide as the hidden states ({config.hidden_size}), "
+            f"{backbone.source or 'this backbone'} has {backbone.embedding_size}; use heads.kind: medusa"
+        )

@@ -23,7 +23,7 @@ from medusa_train.inference.cpu_linear import can_pack, pack_linears
 from medusa_train.inference.decode import Verify, decode
 from medusa_train.inference.drafters import Drafter, MedusaDrafter
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads import MedusaHeads, check_embeddings
 from medusa_train.inference.sampling import Chances, LogitsProcessor, Sampling, check_processors
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.step import Step
@@ -123,6 +123,7 @@ class MedusaModel:
                 f"the heads are for a backbone with hidden size {theirs[0]} and vocabulary {theirs[1]}, "
                 f"{self.backbone.source or 'this one'} has {ours[0]} and {ours[1]}"
             )
+        check_embeddings(config, self.backbone)
         check_tree_attention(self.backbone)
         # A copy: what was passed in stays trainable and can be saved.
         self.heads = copy.deepcopy(heads).to(device=self.backbone.device, dtype=self.backbone.dtype).eval()
@@ -131,7 +132,7 @@ class MedusaModel:
             pack_linears(self.heads)
         depth = min(config.num_heads, 3)
         self.tree = tree or Tree.from_paths([path for path in DEFAULT_PATHS if len(path) <= depth])
-        self.drafter = MedusaDrafter(self.heads, self.tree)
+        self.drafter = self.medusa_drafter(self.tree)
         self.calibration = calibration
         self.step = step or Step(self.backbone)
 
@@ -165,6 +166,27 @@ class MedusaModel:
         twin.step = Step(self.backbone, compiled=True)
         return twin
 
+    def medusa_drafter(self, tree: Tree) -> MedusaDrafter:
+        """Drafts with the heads and another tree than the model's own."""
+        return MedusaDrafter(self.heads, tree, self.backbone.embed)
+
+    def draft_logits(self, hidden: Tensor, head: int, before: Tensor) -> Tensor:
+        """What a head says with given tokens before it.
+
+        Args:
+            hidden: ``(B, hidden)`` last hidden states, of any device and dtype.
+            head: ``0..K-1``.
+            before: ``(B, head + 1)`` ids of the root and the tokens after it; medusa heads do not look at them.
+
+        Returns:
+            ``(B, V')`` raw projections, see `MedusaHeads.forward`.
+        """
+        device = self.backbone.device
+        states = hidden.to(device, self.backbone.dtype)
+        embedded = self.backbone.embed(before.to(device)) if self.heads.config.kind == "hydra" else None
+        logits: Tensor = self.heads(states, head, embedded)
+        return logits
+
     def adaptive_drafter(self, size: int | None = None) -> AdaptiveDrafter:
         """A drafter whose tree follows the heads' confidence; with ``size``, always that many tokens per pass.
 
@@ -173,7 +195,7 @@ class MedusaModel:
         """
         if self.calibration is None:
             raise UserError("adaptive drafting needs calibrated heads; run: medusa-train tree RECIPE")
-        return AdaptiveDrafter(self.heads, self.calibration, size)
+        return AdaptiveDrafter(self.heads, self.calibration, self.backbone.embed, size)
 
     def generate(
         self,

@@ -22,6 +22,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from medusa_train.data.dataset import IGNORED
+from medusa_train.inference.candidates import Embed
 from medusa_train.inference.heads import MedusaHeads
 
 
@@ -43,6 +44,7 @@ class LossWeights:
 def medusa_loss(
     heads: MedusaHeads,
     hidden: Tensor,
+    roots: Tensor,
     teacher_hidden: Tensor,
     labels: Tensor,
     teacher_projection: Tensor,
@@ -51,6 +53,7 @@ def medusa_loss(
     num_items: Tensor | int | None = None,
     chunk: int = 1024,
     shape_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
+    embed: Embed | None = None,
 ) -> Tensor:
     """Loss of all heads over a batch of positions; differentiable in the heads' parameters.
 
@@ -59,13 +62,15 @@ def medusa_loss(
 
     Args:
         hidden: ``(B, hidden)`` inputs of the heads.
+        roots: ``(B,)`` the token after each; hydra heads read it and, in training, the true tokens after it.
         teacher_hidden: ``(B, K, hidden)`` backbone states whose projections are the soft labels.
-        labels: ``(B, K)`` token ids, `IGNORED` where there is no target.
+        labels: ``(B, K)`` token ids, `IGNORED` where there is no target, and then also for all later heads.
         teacher_projection: ``(V', hidden)`` rows of the backbone's projection for the draft vocabulary.
         column_of_token: ``(V,)`` token id -> column of a head, `IGNORED` outside the draft vocabulary. Such targets
             carry no hard loss; the soft loss is over the draft vocabulary.
         num_items: valid (position, head) pairs of the global batch; those of this batch by default.
         shape_logits: what the backbone does to raw projections (`Backbone.shape_logits`).
+        embed: the backbone's embedding, for hydra heads.
 
     Returns:
         A scalar; exactly zero, with zero gradient, for a batch without a valid position.
@@ -75,9 +80,12 @@ def medusa_loss(
         num_items = valid.sum()
     positions_per_head = torch.as_tensor(num_items, device=hidden.device).clamp(min=1) / heads.config.num_heads
 
-    def chunk_loss(head: int, inputs: Tensor, teacher: Tensor, columns: Tensor) -> Tensor:
+    tokens = torch.cat([roots[:, None], labels], dim=1)
+
+    def chunk_loss(head: int, inputs: Tensor, before: Tensor, teacher: Tensor, columns: Tensor) -> Tensor:
         """Summed loss of one head over a chunk of valid positions."""
-        logits = shape_logits(heads(inputs, head)).float()
+        embedded = embed(before).to(inputs) if embed and heads.config.kind == "hydra" else None
+        logits = shape_logits(heads(inputs, head, embedded)).float()
         loss = (1 - weights.soft_share) * functional.cross_entropy(
             logits, columns, ignore_index=IGNORED, reduction="sum"
         )
@@ -95,7 +103,7 @@ def medusa_loss(
         summed = torch.zeros((), device=hidden.device)
         for part in rows.split(chunk):
             columns = column_of_token[labels[part, head]]
-            arguments = (head, hidden[part], teacher_hidden[part, head], columns)
+            arguments = (head, hidden[part], tokens[part, : head + 1], teacher_hidden[part, head], columns)
             if len(rows) > chunk:
                 summed = summed + checkpoint(chunk_loss, *arguments, use_reentrant=False)
             else:  # a single chunk is the peak either way

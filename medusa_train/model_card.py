@@ -15,7 +15,7 @@ tags: [medusa, speculative-decoding]
 
 # Medusa heads for {backbone}
 
-{num_heads} heads of {num_layers} residual layer(s), {vocabulary}; trained with medusa-train {version}.
+{num_heads} {kind} heads of {num_layers} residual layer(s), {vocabulary}; trained with medusa-train {version}.
 Greedy output with these heads is that of the backbone alone; the heads only make it faster.
 
 | measured on {prompts} held-out prompts, batch 1, temperature 0, {dtype} | |
@@ -39,6 +39,8 @@ output = model.generate(input_ids, max_new_tokens=256)
 
 _REDUCED = "\nvLLM and TGI do not load a reduced draft vocabulary; for them, train with `heads.draft_vocab_size=0`.\n"
 
+_HYDRA = "\nvLLM and TGI do not load hydra heads; for them, train with `heads.kind=medusa`.\n"
+
 
 def write_model_card(folder: Path, report: dict[str, Any]) -> None:
     """Write ``README.md`` beside the heads, with the figures of their evaluation."""
@@ -50,6 +52,7 @@ def write_model_card(folder: Path, report: dict[str, Any]) -> None:
     card = _CARD.format(
         base_model=f"base_model: {source}\n" if is_hub_id else "",
         backbone=source,
+        kind=setting["kind"],
         num_heads=setting["num_heads"],
         num_layers=setting["num_layers"],
         vocabulary=f"drafting the {reduced} most frequent tokens" if reduced else "drafting the whole vocabulary",
@@ -66,6 +69,6 @@ def write_model_card(folder: Path, report: dict[str, Any]) -> None:
         positions=train["result"]["positions"],
         rows=made["distill"]["result"]["rows"],
         source=made["prompts"]["result"]["source"],
-        note=_REDUCED if reduced else "",
+        note=_HYDRA if setting["kind"] == "hydra" else _REDUCED if reduced else "",
     )
     write_text(folder / "README.md", card)

@@ -148,8 +148,9 @@ def run_train(job: Job) -> dict[str, Any]:
     if draft_size > backbone.vocab_size:
         raise UserError(f"heads.draft_vocab_size={draft_size}, but the backbone has {backbone.vocab_size} tokens")
     config = HeadsConfig(
-        recipe.heads.num_heads, recipe.heads.num_layers, backbone.hidden_size, backbone.vocab_size, draft_size
-    )
+        recipe.heads.num_heads, recipe.heads.num_layers, backbone.hidden_size, backbone.vocab_size, draft_size,
+        recipe.heads.kind,
+    )  # fmt: skip
     kept, coverage = draft_vocabulary(shards, config.projection_size, backbone.vocab_size)
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)
     dataset = HeadsDataset(shards, config.num_heads)

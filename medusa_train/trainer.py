@@ -38,6 +38,7 @@ class HeadsForTraining(nn.Module):
         super().__init__()
         self.heads, self.weights = heads, weights
         self.shape_logits: Callable[[Tensor], Tensor] = backbone.shape_logits
+        self.embed = backbone.embed
         ids = heads.draft_token_ids
         columns = torch.full((heads.config.vocab_size,), IGNORED, device=ids.device)
         columns[ids] = torch.arange(len(ids), device=ids.device)
@@ -46,12 +47,18 @@ class HeadsForTraining(nn.Module):
         self.register_buffer("teacher_projection", projection, persistent=False)
 
     def forward(
-        self, hidden: Tensor, teacher_hidden: Tensor, labels: Tensor, num_items_in_batch: Tensor | int | None = None
+        self,
+        hidden: Tensor,
+        roots: Tensor,
+        teacher_hidden: Tensor,
+        labels: Tensor,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> dict[str, Tensor]:
         dtype = self.teacher_projection.dtype
         loss = medusa_loss(
             self.heads,
             hidden.to(dtype),
+            roots,
             teacher_hidden.to(dtype),
             labels,
             self.teacher_projection,
@@ -59,6 +66,7 @@ class HeadsForTraining(nn.Module):
             self.weights,
             num_items_in_batch,
             shape_logits=self.shape_logits,
+            embed=self.embed,
         )
         return {"loss": loss}
 

@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 
 from medusa_train.cli import main
 from medusa_train.inference import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import HeadsKind
 
 torch.set_num_threads(1)
 
@@ -41,10 +42,12 @@ def make_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> PreTra
     return AutoModelForCausalLM.from_config(config).float().eval()
 
 
-def random_heads(hidden_size: int = 32, vocab_size: int = 64, num_heads: int = 3, seed: int = 0) -> MedusaHeads:
+def random_heads(
+    hidden_size: int = 32, vocab_size: int = 64, num_heads: int = 3, seed: int = 0, kind: HeadsKind = "medusa"
+) -> MedusaHeads:
     """Heads with random weights: they draft nonsense, which must never change what is decoded."""
     torch.manual_seed(seed)
-    heads = MedusaHeads(HeadsConfig(num_heads, 1, hidden_size, vocab_size))
+    heads = MedusaHeads(HeadsConfig(num_heads, 1, hidden_size, vocab_size, kind=kind))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.requires_grad_(False)

@@ -168,6 +168,9 @@ def near_copy(backbone, noise=0.02):
 DRAFTERS = {
     "none": lambda model, truths: NoDrafter(),
     "heads": lambda model, truths: model.drafter,
+    "hydra-heads": lambda model, truths: MedusaModel(
+        model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="hydra"), WIDE
+    ).drafter,
     "oracle": lambda model, truths: Oracle(WIDE, truths),
     "oracle-a-tree-per-row": lambda model, truths: Oracle(
         [[Tree.chain(4), Tree.from_paths([(0, 0), (1, 0)]), Tree.from_paths([(i,) for i in range(4)])][i % 3]

@@ -51,8 +51,9 @@ def run(recipe_file, *overrides, stages=tuple(STAGES), overwrite=False):
     return job
 
 
-def test_the_whole_run(recipe_file):
-    job = run(recipe_file)
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+def test_the_whole_run(recipe_file, kind):
+    job = run(recipe_file, f"heads.kind={kind}")
     report = json.loads((job.folder.path / "report.json").read_text())
     acceptance = report["acceptance"]
     emitted = sum(int(size) * steps for size, steps in acceptance["histogram"].items())
@@ -71,10 +72,11 @@ def test_the_whole_run(recipe_file):
     assert not ids["heldout"] & (ids["train"] | ids["calibration"])
     # The heads folder stands alone: it names its backbone.
     model = MedusaModel.from_pretrained(job.folder.heads, dtype="float32")
+    assert model.heads.config.kind == report["setting"]["kind"] == kind
     assert model.tree.size == report["setting"]["tree_size"]
     # A second run does nothing.
     before = {path: path.stat().st_mtime_ns for path in job.folder.path.rglob("*") if path.is_file()}
-    run(recipe_file)
+    run(recipe_file, f"heads.kind={kind}")
     assert before == {path: path.stat().st_mtime_ns for path in job.folder.path.rglob("*") if path.is_file()}
 
 

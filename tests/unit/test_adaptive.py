@@ -34,7 +34,7 @@ def context(rows=2, hidden_size=32, seed=0):
 def test_the_chosen_nodes_are_the_likeliest_tree(seed, size):
     """Against every tree of that size: none has a larger sum of node chances."""
     heads = random_heads(seed=seed)
-    drafter = AdaptiveDrafter(heads, calibration(), size)
+    drafter = AdaptiveDrafter(heads, calibration(), size=size)
     ctx = context(seed=seed)
     draft = drafter.start([torch.tensor([5])] * 2, 10, [None] * 2)(ctx)
     for row in range(2):
@@ -151,7 +151,7 @@ def test_without_calibration_or_with_an_impossible_size_it_says_so():
     with pytest.raises(UserError, match="medusa-train tree"):
         model.adaptive_drafter()
     with pytest.raises(UserError, match="from 2 to 11"):
-        AdaptiveDrafter(random_heads(), calibration(), 12)
+        AdaptiveDrafter(random_heads(), calibration(), size=12)
 
 
 @pytest.mark.parametrize("truth", [0.7, 1.0, 2.0])

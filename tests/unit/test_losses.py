@@ -5,7 +5,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import random_heads
 from medusa_train.data.dataset import IGNORED
 from medusa_train.inference import HeadsConfig, MedusaHeads
 from medusa_train.losses import LossWeights, medusa_loss
@@ -13,23 +12,30 @@ from medusa_train.losses import LossWeights, medusa_loss
 HIDDEN, VOCAB, HEADS = 8, 12, 3
 
 
-def heads_and_batch(batch=7, draft=None, seed=0):
+EMBEDDING = torch.nn.functional.embedding  # (ids, table)
+TABLE = torch.randn(VOCAB, HIDDEN, generator=torch.Generator().manual_seed(5))
+
+
+def embed(ids):
+    return EMBEDDING(ids, TABLE)
+
+
+def heads_and_batch(batch=7, draft=None, seed=0, kind="medusa"):
     torch.manual_seed(seed)
-    heads = random_heads(HIDDEN, VOCAB, HEADS, seed)
-    if draft is not None:
-        heads = MedusaHeads(HeadsConfig(HEADS, 1, HIDDEN, VOCAB, len(draft)), torch.tensor(draft))
-        for parameter in heads.parameters():
-            torch.nn.init.normal_(parameter, std=0.3)
-    heads.requires_grad_(True)
+    ids = None if draft is None else torch.tensor(draft)
+    heads = MedusaHeads(HeadsConfig(HEADS, 1, HIDDEN, VOCAB, 0 if draft is None else len(draft), kind), ids)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.3)
     labels = torch.randint(0, VOCAB, (batch, HEADS))
-    labels[torch.rand(batch, HEADS) < 0.3] = IGNORED
+    labels[torch.rand(batch, HEADS).cummin(dim=1).values < 0.2] = IGNORED  # an answer that ended stays ended
+    roots = torch.randint(0, VOCAB, (batch,))
     columns = torch.full((VOCAB,), IGNORED)
     columns[heads.draft_token_ids] = torch.arange(len(heads.draft_token_ids))
     projection = torch.randn(VOCAB, HIDDEN)[heads.draft_token_ids]
-    return heads, torch.randn(batch, HIDDEN), torch.randn(batch, HEADS, HIDDEN), labels, projection, columns
+    return heads, torch.randn(batch, HIDDEN), roots, torch.randn(batch, HEADS, HIDDEN), labels, projection, columns
 
 
-def slow_loss(heads, hidden, teacher, labels, projection, columns, weights):
+def slow_loss(heads, hidden, roots, teacher, labels, projection, columns, weights):
     """The formula of the module, one position and head at a time."""
     pairs = int((labels != IGNORED).sum())
     total = torch.zeros(())
@@ -37,7 +43,8 @@ def slow_loss(heads, hidden, teacher, labels, projection, columns, weights):
         for t in range(len(hidden)):
             if labels[t, k] == IGNORED:
                 continue
-            log_q = heads(hidden[t], k).log_softmax(-1)
+            before = [int(roots[t]), *labels[t, :k].tolist()]
+            log_q = heads(hidden[t], k, embed(torch.tensor(before))).log_softmax(-1)
             p = (projection @ teacher[t, k]).softmax(-1)
             hard = -log_q[columns[labels[t, k]]] if columns[labels[t, k]] != IGNORED else torch.zeros(())
             soft = (p * (p.log() - log_q)).sum()
@@ -46,12 +53,13 @@ def slow_loss(heads, hidden, teacher, labels, projection, columns, weights):
     return total
 
 
+@pytest.mark.parametrize("kind", ["medusa", "hydra"])
 @pytest.mark.parametrize("draft", [None, [1, 4, 7, 11]])
 @pytest.mark.parametrize("weights", [LossWeights(), LossWeights(2.0, 0.5, 0.0), LossWeights(1.0, 0.9, 1.0)])
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
-def test_loss_and_gradients_equal_the_formula(draft, weights, chunk):
-    heads, *batch = heads_and_batch(draft=draft)
-    loss = medusa_loss(heads, *batch, weights, chunk=chunk)
+def test_loss_and_gradients_equal_the_formula(kind, draft, weights, chunk):
+    heads, *batch = heads_and_batch(draft=draft, kind=kind)
+    loss = medusa_loss(heads, *batch, weights, chunk=chunk, embed=embed)
     loss.backward()
     ours = [parameter.grad.clone() for parameter in heads.parameters()]
     heads.zero_grad()
@@ -65,22 +73,32 @@ def test_loss_and_gradients_equal_the_formula(draft, weights, chunk):
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 9), st.integers(1, 6))
 def test_accumulation_with_unequal_counts_gives_the_gradient_of_the_whole_batch(seed, cut):
-    heads, hidden, teacher, labels, projection, columns = heads_and_batch(seed=seed)
+    heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch(seed=seed)
     pairs = (labels != IGNORED).sum()
-    medusa_loss(heads, hidden, teacher, labels, projection, columns, LossWeights()).backward()
+    medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, LossWeights()).backward()
     whole = [parameter.grad.clone() for parameter in heads.parameters()]
     heads.zero_grad()
     for part in (slice(0, cut), slice(cut, None)):
         medusa_loss(
-            heads, hidden[part], teacher[part], labels[part], projection, columns, LossWeights(), num_items=pairs
+            heads,
+            hidden[part],
+            roots[part],
+            teacher[part],
+            labels[part],
+            projection,
+            columns,
+            LossWeights(),
+            num_items=pairs,
         ).backward()
     for gradient, parameter in zip(whole, heads.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)
 
 
 def test_a_batch_without_targets_gives_zero_and_not_nan():
-    heads, hidden, teacher, labels, projection, columns = heads_and_batch()
-    loss = medusa_loss(heads, hidden, teacher, torch.full_like(labels, IGNORED), projection, columns, LossWeights())
+    heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch()
+    loss = medusa_loss(
+        heads, hidden, roots, teacher, torch.full_like(labels, IGNORED), projection, columns, LossWeights()
+    )
     loss.backward()
     assert float(loss) == 0
     assert all(float(parameter.grad.abs().sum()) == 0 for parameter in heads.parameters())
@@ -91,25 +109,26 @@ def test_every_head_learns_and_each_has_its_own_term():
     medusa_loss(heads, *batch, LossWeights()).backward()
     for head in heads.heads:
         assert all(float(parameter.grad.abs().sum()) > 0 for parameter in head.parameters())
-    labels = batch[2]
+    labels = batch[3]
     for k in range(HEADS):
-        alone = labels.clone()
+        alone = labels.clone()  # medusa heads do not read what came before, so these labels may have holes
         alone[:, [j for j in range(HEADS) if j != k]] = IGNORED
         heads.zero_grad()
-        medusa_loss(heads, batch[0], batch[1], alone, *batch[3:], LossWeights()).backward()
+        medusa_loss(heads, *batch[:3], alone, *batch[4:], LossWeights()).backward()
         moved = [sum(float(p.grad.abs().sum()) for p in head.parameters()) > 0 for head in heads.heads]
         assert moved == [j == k for j in range(HEADS)]
 
 
 def test_padding_a_batch_does_not_change_the_soft_loss():
-    heads, hidden, teacher, labels, projection, columns = heads_and_batch()
+    heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch()
     padded = torch.cat([labels, torch.full((5, HEADS), IGNORED)])
     more_hidden, more_teacher = torch.randn(5, HIDDEN), torch.randn(5, HEADS, HIDDEN)
     weights = LossWeights(soft_share=1.0)
-    short = medusa_loss(heads, hidden, teacher, labels, projection, columns, weights)
+    short = medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, weights)
     long = medusa_loss(
         heads,
         torch.cat([hidden, more_hidden]),
+        torch.cat([roots, roots[:5]]),
         torch.cat([teacher, more_teacher]),
         padded,
         projection,
