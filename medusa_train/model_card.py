@@ -21,6 +21,7 @@ Greedy output with these heads is that of the backbone alone; the heads only mak
 | measured on {prompts} held-out prompts, batch 1, temperature 0, {dtype} | |
 |---|---|
 | tokens per step (bonus token counted, plain decoding = 1) | {tokens_per_step:.2f} |
+| the same, replayed over {answers} held-out answers to their end | {replayed:.2f} |
 | decode speedup over transformers `generate` | {over_generate:.2f} |
 | decode speedup over one-token decoding in the same loop | {over_plain:.2f} |
 | tokens per verification pass | {tree_size} |
@@ -60,6 +61,8 @@ def write_model_card(folder: Path, report: dict[str, Any]) -> None:
         prompts=setting["prompts"],
         dtype=setting["dtype"],
         tokens_per_step=report["acceptance"]["tokens_per_step"] or float("nan"),
+        answers=report["replay"]["answers"],
+        replayed=report["replay"]["tokens_per_step"] or float("nan"),
         over_generate=report["speedup"]["over_generate"]["median"],
         over_plain=report["speedup"]["over_plain"]["median"],
         tree_size=setting["tree_size"],
