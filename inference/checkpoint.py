@@ -1,7 +1,8 @@
 """A heads checkpoint: one folder (or Hub repository) that says everything needed to use it.
 
 ``medusa_lm_head.safetensors`` holds ``{head}.{layer}.linear.{weight,bias}`` and ``{head}.{layers}.weight``, the names
-of FasterDecoding/Medusa that serving engines read; heads with a reduced vocabulary add ``draft_token_ids``.
+of FasterDecoding/Medusa that serving engines read; heads that share the backbone's projection leave out the latter, and
+heads with a reduced vocabulary add ``draft_token_ids``.
 ``config.json`` has no ``architectures`` key (TGI would take the folder for a whole model) and carries the probe of the
 backbone that the heads were trained on. ``tree.json`` is optional. Loading is strict: nothing is guessed, nothing is
 left random.
@@ -23,12 +24,13 @@ from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json, write_tensors
-from medusa_train.inference.heads import HeadsConfig, HeadsKind, MedusaHeads
+from medusa_train.inference.heads import HeadsConfig, HeadsKind, MedusaHeads, Projection
 from medusa_train.inference.tree import Tree
 
 WEIGHTS = "medusa_lm_head.safetensors"
 CONFIG = "config.json"
 TREE = "tree.json"
+_LAYOUTS = {"own": "projections of their own", "shared": "the backbone's projection"}
 
 
 @dataclass(frozen=True)
@@ -59,7 +61,8 @@ def save_heads(
         UserError: a parameter is empty, as under ZeRO-3 or FSDP before gathering.
     """
     folder, config = Path(folder), heads.config
-    tensors = {name.removeprefix("heads."): t.detach().cpu() for name, t in heads.state_dict().items()}
+    state = {name: t for name, t in heads.state_dict().items() if not name.startswith("shared.")}
+    tensors = {name.removeprefix("heads."): tensor.detach().cpu() for name, tensor in state.items()}
     if empty := [name for name, tensor in tensors.items() if tensor.numel() == 0]:
         raise UserError(f"heads: {empty[0]} is empty (sharded?); gather the parameters before saving")
     if not config.draft_vocab_size:
@@ -76,6 +79,7 @@ def save_heads(
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
+        "original_lm_head": config.lm_head == "shared",
         "version": "2",
     }
     if backbone:
@@ -135,7 +139,8 @@ def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
         for layer in range(config.num_layers):
             shapes[f"{head}.{layer}.linear.weight"] = (hidden, config.input_size(head, layer))
             shapes[f"{head}.{layer}.linear.bias"] = (hidden,)
-        shapes[f"{head}.{config.num_layers}.weight"] = (columns, hidden)
+        if config.lm_head == "own":
+            shapes[f"{head}.{config.num_layers}.weight"] = (columns, hidden)
     return shapes
 
 
@@ -179,8 +184,9 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
     kind = content.get("model_type", "medusa")  # heads written elsewhere may not say
     if kind not in get_args(HeadsKind):
         raise UserError(f"{path}: model_type {kind!r}; heads are {' or '.join(get_args(HeadsKind))}")
-    config = HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, int(content.get("draft_vocab_size", 0)), kind)
-    return config, content
+    draft_vocab_size = int(content.get("draft_vocab_size", 0))
+    lm_head: Projection = "shared" if content.get("original_lm_head") else "own"
+    return HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, draft_vocab_size, kind, lm_head), content
 
 
 def _check_tensors(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path) -> None:
@@ -191,6 +197,13 @@ def _check_tensors(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path
     layers = {int(match[1]) for name in tensors if (match := re.match(r"0\.(\d+)\.linear\.weight", name))}
     if len(layers) != config.num_layers:
         raise UserError(f"{where} holds {len(layers)} layers a head, but {CONFIG} says {config.num_layers}")
+    projections = {name for name in tensors if re.fullmatch(r"\d+\.\d+\.weight", name)}
+    if bool(projections) != (config.lm_head == "own"):
+        holds, says = ("own", "shared") if projections else ("shared", "own")
+        raise UserError(
+            f"{where} holds heads with {_LAYOUTS[holds]}, but {CONFIG} says {_LAYOUTS[says]}; set original_lm_head "
+            f"in {CONFIG} to {str(holds == 'shared').lower()} if the tensors are right"
+        )
     expected = expected_shapes(config)
     if missing := sorted(expected.keys() - tensors.keys()):
         raise UserError(f"{where}: tensor {missing[0]} is missing")

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from medusa_train.inference.backbone import Backbone
 
 HeadsKind = Literal["medusa", "hydra"]
+Projection = Literal["own", "shared"]
 
 
 @dataclass(frozen=True)
@@ -38,6 +39,8 @@ class HeadsConfig:
         vocab_size: rows of the backbone's output projection.
         draft_vocab_size: rows of each head's projection; 0 for the whole vocabulary.
         kind: ``medusa`` heads read the hidden state alone, ``hydra`` heads also the tokens that they continue.
+        lm_head: ``own`` gives every head a projection to train; ``shared`` ends all of them in the backbone's, which
+            is neither trained nor saved.
     """
 
     num_heads: int
@@ -46,6 +49,7 @@ class HeadsConfig:
     vocab_size: int
     draft_vocab_size: int = 0
     kind: HeadsKind = "medusa"
+    lm_head: Projection = "own"
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0 or self.hidden_size < 1 or self.vocab_size < 1:
@@ -56,6 +60,8 @@ class HeadsConfig:
             )
         if self.kind == "hydra" and self.num_layers < 1:
             raise UserError("heads.num_layers must be at least 1 for hydra heads: their first layer reads the tokens")
+        if self.lm_head == "shared" and self.num_layers < 1:
+            raise UserError("heads.num_layers must be at least 1 with a shared lm_head: nothing else is trained")
 
     @property
     def projection_size(self) -> int:
@@ -100,16 +106,14 @@ class MedusaHeads(nn.Module):
         self.register_buffer("draft_token_ids", draft_token_ids.long())
         self.heads = nn.ModuleList(
             nn.ModuleList(
-                [
-                    *(
-                        ResidualBlock(config.hidden_size, config.input_size(head, layer))
-                        for layer in range(config.num_layers)
-                    ),
-                    nn.Linear(config.hidden_size, columns, bias=False),
-                ]
+                ResidualBlock(config.hidden_size, config.input_size(head, layer)) for layer in range(config.num_layers)
             )
             for head in range(config.num_heads)
         )
+        if config.lm_head == "own":
+            for head in self.heads:
+                cast(nn.ModuleList, head).append(nn.Linear(config.hidden_size, columns, bias=False))
+        self.shared: nn.Module | None = None  # the backbone's projection, see `share_projection`
 
     @classmethod
     def for_backbone(
@@ -122,12 +126,24 @@ class MedusaHeads(nn.Module):
         """
         check_embeddings(config, backbone)
         heads = cls(config, draft_token_ids).to(backbone.device)
+        if config.lm_head == "shared":
+            heads.share_projection(backbone)
+            return heads
         rows = backbone.projection_rows(heads.draft_token_ids if config.draft_vocab_size else None).float()
         with torch.no_grad():
             for head in heads.heads:
                 projection = head[-1]  # type: ignore[index]
                 projection.weight.copy_(rows)
         return heads
+
+    def share_projection(self, backbone: Backbone) -> None:
+        """Let every head end in a frozen copy of the backbone's projection; nothing to do for heads of their own."""
+        if self.config.lm_head == "own":
+            return
+        like = next(self.parameters())
+        rows = backbone.projection_rows(self.draft_token_ids if self.config.draft_vocab_size else None).to(like)
+        self.shared = nn.Linear(self.config.hidden_size, len(rows), bias=False, device="meta")
+        self.shared.weight = nn.Parameter(rows, requires_grad=False)
 
     def forward(self, hidden: Tensor, head: int, before: Tensor | None = None) -> Tensor:
         """Raw projections of one head.
@@ -142,8 +158,14 @@ class MedusaHeads(nn.Module):
 
         Returns:
             ``(..., V')``.
+
+        Raises:
+            UserError: the heads share the backbone's projection and were not given one.
         """
-        *blocks, projection = cast(nn.ModuleList, self.heads[head])
+        blocks = list(cast(nn.ModuleList, self.heads[head]))
+        projection = blocks.pop() if self.config.lm_head == "own" else self.shared
+        if projection is None:
+            raise UserError("these heads end in the backbone's projection; call heads.share_projection(backbone) first")
         x = hidden
         more: tuple[Tensor, ...] = ()
         if self.config.kind == "hydra":

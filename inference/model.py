@@ -127,6 +127,7 @@ class MedusaModel:
         check_tree_attention(self.backbone)
         # A copy: what was passed in stays trainable and can be saved.
         self.heads = copy.deepcopy(heads).to(device=self.backbone.device, dtype=self.backbone.dtype).eval()
+        self.heads.share_projection(self.backbone)
         self.heads.requires_grad_(False)
         if self.backbone.device.type == "cpu" and can_pack(self.backbone.dtype):
             pack_linears(self.heads)

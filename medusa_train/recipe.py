@@ -47,6 +47,8 @@ class HeadsSection(_Section):
     """K: how many tokens ahead of the backbone the heads reach."""
     num_layers: int = Field(1, ge=0, le=8)
     """Residual blocks per head."""
+    lm_head: Literal["own", "shared"] = "own"
+    """own: every head trains a projection; shared: all end in the backbone's, which makes heads small."""
     draft_vocab_size: int = Field(4096, ge=0)
     """Heads draft only the most frequent answer tokens; 0 for the whole vocabulary."""
 

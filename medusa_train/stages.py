@@ -149,7 +149,7 @@ def run_train(job: Job) -> dict[str, Any]:
         raise UserError(f"heads.draft_vocab_size={draft_size}, but the backbone has {backbone.vocab_size} tokens")
     config = HeadsConfig(
         recipe.heads.num_heads, recipe.heads.num_layers, backbone.hidden_size, backbone.vocab_size, draft_size,
-        recipe.heads.kind,
+        recipe.heads.kind, recipe.heads.lm_head,
     )  # fmt: skip
     kept, coverage = draft_vocabulary(shards, config.projection_size, backbone.vocab_size)
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)

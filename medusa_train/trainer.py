@@ -43,7 +43,7 @@ class HeadsForTraining(nn.Module):
         columns = torch.full((heads.config.vocab_size,), IGNORED, device=ids.device)
         columns[ids] = torch.arange(len(ids), device=ids.device)
         self.register_buffer("column_of_token", columns, persistent=False)
-        projection = backbone.projection_rows(ids).to(heads.heads[0][-1].weight)  # type: ignore[index]
+        projection = backbone.projection_rows(ids).to(next(heads.parameters()))
         self.register_buffer("teacher_projection", projection, persistent=False)
 
     def forward(

@@ -51,9 +51,10 @@ def run(recipe_file, *overrides, stages=tuple(STAGES), overwrite=False):
     return job
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
-def test_the_whole_run(recipe_file, kind):
-    job = run(recipe_file, f"heads.kind={kind}")
+@pytest.mark.parametrize(("kind", "lm_head"), [("medusa", "own"), ("hydra", "own"), ("medusa", "shared")])
+def test_the_whole_run(recipe_file, kind, lm_head):
+    overrides = (f"heads.kind={kind}", f"heads.lm_head={lm_head}")
+    job = run(recipe_file, *overrides)
     report = json.loads((job.folder.path / "report.json").read_text())
     acceptance = report["acceptance"]
     emitted = sum(int(size) * steps for size, steps in acceptance["histogram"].items())
@@ -76,7 +77,7 @@ def test_the_whole_run(recipe_file, kind):
     assert model.tree.size == report["setting"]["tree_size"]
     # A second run does nothing.
     before = {path: path.stat().st_mtime_ns for path in job.folder.path.rglob("*") if path.is_file()}
-    run(recipe_file, f"heads.kind={kind}")
+    run(recipe_file, *overrides)
     assert before == {path: path.stat().st_mtime_ns for path in job.folder.path.rglob("*") if path.is_file()}
 
 

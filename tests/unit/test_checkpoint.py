@@ -136,3 +136,41 @@ def test_fresh_heads_equal_the_backbone_and_leave_it_alone(tmp_path, tied):
         heads.heads[0][-1].weight.zero_()
     assert all(torch.equal(before[name], tensor) for name, tensor in model.state_dict().items())
     assert len(load_file(tmp_path / WEIGHTS)) == 3 * 5
+
+
+@pytest.mark.parametrize("draft_vocabulary", [0, 16])
+def test_heads_that_share_the_projection_keep_no_copy_of_it(tmp_path, draft_vocabulary):
+    backbone = Backbone.wrap(make_llama())
+    ids = torch.arange(3, 3 + draft_vocabulary) if draft_vocabulary else None
+    config = HeadsConfig(2, 1, 32, 64, draft_vocabulary, lm_head="shared")
+    heads = MedusaHeads.for_backbone(backbone, config, ids)
+    hidden = torch.randn(5, 32)
+    assert torch.allclose(heads(hidden, 1), backbone.logits(hidden)[:, heads.draft_token_ids], atol=1e-6)
+    for name, parameter in heads.named_parameters():
+        if not name.startswith("shared."):
+            torch.nn.init.normal_(parameter)
+    save_heads(tmp_path, heads, backbone)
+    names = set(load_file(tmp_path / "medusa_lm_head.safetensors"))
+    assert names - {"draft_token_ids"} == {f"{k}.0.linear.{part}" for k in range(2) for part in ("weight", "bias")}
+    again = load_heads(tmp_path).heads
+    with pytest.raises(UserError, match="share_projection"):
+        again(hidden, 0)
+    model = MedusaModel(backbone, again, Tree.chain(2))
+    for head in range(2):
+        assert torch.allclose(model.heads(hidden, head), heads(hidden, head), atol=1e-5)
+
+
+def test_the_two_layouts_are_never_mistaken_for_each_other(tmp_path):
+    heads = MedusaHeads.for_backbone(Backbone.wrap(make_llama()), HeadsConfig(2, 1, 32, 64, lm_head="shared"))
+    for folder, own in ((tmp_path / "shared", heads), (tmp_path / "own", random_heads())):
+        own.save_pretrained(folder)
+        declared = json.loads((folder / "config.json").read_text())["original_lm_head"]
+        edit_config(folder, original_lm_head=not declared)
+    with pytest.raises(
+        UserError, match=r"holds heads with the backbone's projection, but config\.json says projections"
+    ):
+        load_heads(tmp_path / "shared")
+    with pytest.raises(
+        UserError, match=r"holds heads with projections of their own, but config\.json says the backbone"
+    ):
+        load_heads(tmp_path / "own")
