@@ -154,6 +154,18 @@ def quickstart(
         typer.echo(headline(folder))
 
 
+@app.command()
+def compare(
+    a: Annotated[Path, typer.Argument(help="Run folder or report.json.")],
+    b: Annotated[Path, typer.Argument(help="The one that may be better.")],
+) -> None:
+    """Compare two reports: what got better or worse beyond noise."""
+    from medusa_train.eval.compare import compare as compare_reports
+    from medusa_train.eval.compare import comparison_text, read_report
+
+    typer.echo(comparison_text(*compare_reports(read_report(a), read_report(b))))
+
+
 PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the user says.")]
 HeadsArgument = Annotated[str, typer.Argument(help="Folder or Hub repository of heads.")]
 BackboneOption = Annotated[str | None, typer.Option("--backbone", help="Another source than the heads' config names.")]
