@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -41,6 +42,21 @@ class LossWeights:
     soft_share: float = 0.5
 
 
+class HeadsLoss(NamedTuple):
+    """The loss to minimise, and what it is made of.
+
+    Attributes:
+        loss: scalar, differentiable.
+        sums: ``(K,)`` detached: every head's loss summed over its valid positions, before lambda and gamma. Sums and
+            counts add up over accumulation steps and ranks; their quotient is a head's mean loss.
+        counts: ``(K,)`` valid positions of each head.
+    """
+
+    loss: Tensor
+    sums: Tensor
+    counts: Tensor
+
+
 def medusa_loss(
     heads: MedusaHeads,
     hidden: Tensor,
@@ -54,7 +70,7 @@ def medusa_loss(
     chunk: int = 1024,
     shape_logits: Callable[[Tensor], Tensor] = lambda logits: logits,
     embed: Embed | None = None,
-) -> Tensor:
+) -> HeadsLoss:
     """Loss of all heads over a batch of positions; differentiable in the heads' parameters.
 
     Logits are made for ``chunk`` positions of one head at a time and remade in the backward pass, so the peak memory
@@ -73,7 +89,7 @@ def medusa_loss(
         embed: the backbone's embedding, for hydra heads.
 
     Returns:
-        A scalar; exactly zero, with zero gradient, for a batch without a valid position.
+        The loss, exactly zero with zero gradient for a batch without a valid position, and each head's part in it.
     """
     valid = labels != IGNORED
     if num_items is None:
@@ -98,6 +114,7 @@ def medusa_loss(
 
     # Every parameter takes part, so that a batch without targets yields zeros and not missing gradients.
     total = sum((parameter.sum() * 0.0 for parameter in heads.parameters()), torch.zeros((), device=hidden.device))
+    sums = []
     for head in range(heads.config.num_heads):
         rows = valid[:, head].nonzero()[:, 0]
         summed = torch.zeros((), device=hidden.device)
@@ -109,4 +126,5 @@ def medusa_loss(
             else:  # a single chunk is the peak either way
                 summed = summed + chunk_loss(*arguments)
         total = total + weights.scale * weights.decay**head * summed / positions_per_head
-    return total
+        sums.append(summed.detach())
+    return HeadsLoss(total, torch.stack(sums), valid.sum(dim=0))

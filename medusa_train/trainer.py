@@ -55,7 +55,7 @@ class HeadsForTraining(nn.Module):
         num_items_in_batch: Tensor | int | None = None,
     ) -> dict[str, Tensor]:
         dtype = self.teacher_projection.dtype
-        loss = medusa_loss(
+        return medusa_loss(
             self.heads,
             hidden.to(dtype),
             roots,
@@ -67,8 +67,7 @@ class HeadsForTraining(nn.Module):
             num_items_in_batch,
             shape_logits=self.shape_logits,
             embed=self.embed,
-        )
-        return {"loss": loss}
+        )._asdict()
 
 
 def train_heads(

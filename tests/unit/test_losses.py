@@ -59,7 +59,7 @@ def slow_loss(heads, hidden, roots, teacher, labels, projection, columns, weight
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
 def test_loss_and_gradients_equal_the_formula(kind, draft, weights, chunk):
     heads, *batch = heads_and_batch(draft=draft, kind=kind)
-    loss = medusa_loss(heads, *batch, weights, chunk=chunk, embed=embed)
+    loss = medusa_loss(heads, *batch, weights, chunk=chunk, embed=embed).loss
     loss.backward()
     ours = [parameter.grad.clone() for parameter in heads.parameters()]
     heads.zero_grad()
@@ -75,7 +75,7 @@ def test_loss_and_gradients_equal_the_formula(kind, draft, weights, chunk):
 def test_accumulation_with_unequal_counts_gives_the_gradient_of_the_whole_batch(seed, cut):
     heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch(seed=seed)
     pairs = (labels != IGNORED).sum()
-    medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, LossWeights()).backward()
+    medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, LossWeights()).loss.backward()
     whole = [parameter.grad.clone() for parameter in heads.parameters()]
     heads.zero_grad()
     for part in (slice(0, cut), slice(cut, None)):
@@ -89,7 +89,7 @@ def test_accumulation_with_unequal_counts_gives_the_gradient_of_the_whole_batch(
             columns,
             LossWeights(),
             num_items=pairs,
-        ).backward()
+        ).loss.backward()
     for gradient, parameter in zip(whole, heads.parameters(), strict=True):
         assert torch.allclose(gradient, parameter.grad, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_a_batch_without_targets_gives_zero_and_not_nan():
     heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch()
     loss = medusa_loss(
         heads, hidden, roots, teacher, torch.full_like(labels, IGNORED), projection, columns, LossWeights()
-    )
+    ).loss
     loss.backward()
     assert float(loss) == 0
     assert all(float(parameter.grad.abs().sum()) == 0 for parameter in heads.parameters())
@@ -106,7 +106,7 @@ def test_a_batch_without_targets_gives_zero_and_not_nan():
 
 def test_every_head_learns_and_each_has_its_own_term():
     heads, *batch = heads_and_batch(batch=40)
-    medusa_loss(heads, *batch, LossWeights()).backward()
+    medusa_loss(heads, *batch, LossWeights()).loss.backward()
     for head in heads.heads:
         assert all(float(parameter.grad.abs().sum()) > 0 for parameter in head.parameters())
     labels = batch[3]
@@ -114,7 +114,7 @@ def test_every_head_learns_and_each_has_its_own_term():
         alone = labels.clone()  # medusa heads do not read what came before, so these labels may have holes
         alone[:, [j for j in range(HEADS) if j != k]] = IGNORED
         heads.zero_grad()
-        medusa_loss(heads, *batch[:3], alone, *batch[4:], LossWeights()).backward()
+        medusa_loss(heads, *batch[:3], alone, *batch[4:], LossWeights()).loss.backward()
         moved = [sum(float(p.grad.abs().sum()) for p in head.parameters()) > 0 for head in heads.heads]
         assert moved == [j == k for j in range(HEADS)]
 
@@ -124,7 +124,7 @@ def test_padding_a_batch_does_not_change_the_soft_loss():
     padded = torch.cat([labels, torch.full((5, HEADS), IGNORED)])
     more_hidden, more_teacher = torch.randn(5, HIDDEN), torch.randn(5, HEADS, HIDDEN)
     weights = LossWeights(soft_share=1.0)
-    short = medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, weights)
+    short = medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, weights).loss
     long = medusa_loss(
         heads,
         torch.cat([hidden, more_hidden]),
@@ -134,12 +134,23 @@ def test_padding_a_batch_does_not_change_the_soft_loss():
         projection,
         columns,
         weights,
-    )
+    ).loss
     assert float(short) == pytest.approx(float(long), rel=1e-6)
 
 
 def test_scaled_or_capped_logits_enter_the_loss():
     heads, *batch = heads_and_batch()
-    plain = medusa_loss(heads, *batch, LossWeights())
-    capped = medusa_loss(heads, *batch, LossWeights(), shape_logits=lambda logits: torch.tanh(logits / 0.5) * 0.5)
+    plain = medusa_loss(heads, *batch, LossWeights()).loss
+    capped = medusa_loss(heads, *batch, LossWeights(), shape_logits=lambda logits: torch.tanh(logits / 0.5) * 0.5).loss
     assert float(plain) != pytest.approx(float(capped), rel=1e-3)
+
+
+@pytest.mark.parametrize("chunk", [2, 1024])
+def test_the_parts_of_the_heads_make_the_loss(chunk):
+    heads, *batch = heads_and_batch(batch=9)
+    weights = LossWeights(2.0, 0.5, 0.3)
+    loss, sums, counts = medusa_loss(heads, *batch, weights, chunk=chunk)
+    assert counts.tolist() == (batch[3] != IGNORED).sum(dim=0).tolist()
+    weighted = sum(weights.scale * weights.decay**k * float(sums[k]) for k in range(HEADS))
+    assert float(loss) == pytest.approx(weighted * HEADS / int(counts.sum()), rel=1e-5)
+    assert not sums.requires_grad
