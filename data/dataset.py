@@ -16,11 +16,11 @@ IGNORED = -100
 class HeadsDataset(Dataset[dict[str, Tensor]]):
     """One sample per cached position that has at least head 1's target.
 
-    A sample is ``hidden`` ``(hidden,)``, the heads' input; ``roots`` ``()``, the token after it; ``labels`` ``(K,)``,
-    the tokens after that, which heads 1..K should predict, ``IGNORED`` past the end of the answer; ``teacher_hidden``
-    ``(K, hidden)``, the states whose projections are the backbone's own distributions at those tokens. Samples are
-    fetched a batch at a time (`__getitems__`), since picking single positions from memory-mapped shards would cost more
-    than training on them.
+    A sample is ``index`` ``()``, its number; ``hidden`` ``(hidden,)``, the heads' input; ``roots`` ``()``, the token
+    after it; ``labels`` ``(K,)``, the tokens after that, which heads 1..K should predict, ``IGNORED`` past the end of
+    the answer; ``teacher_hidden`` ``(K, hidden)``, the states whose projections are the backbone's own distributions at
+    those tokens. Samples are fetched a batch at a time (`__getitems__`), since picking single positions from
+    memory-mapped shards would cost more than training on them.
     """
 
     def __init__(self, shards: Sequence[Shard], num_heads: int) -> None:
@@ -53,7 +53,18 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
             states[members] = shard.hidden[ahead]
             roots[members] = shard.tokens[positions]
             labels[members] = torch.where(inside[:, 1:], shard.tokens[ahead[:, 1:]], IGNORED)
-        return {"hidden": states[:, 0], "roots": roots, "teacher_hidden": states[:, 1:], "labels": labels}
+        return {
+            "index": wanted,
+            "hidden": states[:, 0],
+            "roots": roots,
+            "teacher_hidden": states[:, 1:],
+            "labels": labels,
+        }
+
+    def place(self, index: int) -> str:
+        """Where a sample is cached, for messages: shard and position, ``00002:1234``."""
+        home = int(torch.searchsorted(self._starts, index, right=True)) - 1
+        return f"{home:05d}:{int(self._usable[home][index - int(self._starts[home])])}"
 
 
 def draft_vocabulary(shards: Sequence[Shard], size: int, vocab_size: int) -> tuple[Tensor, float]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from medusa_train.inference.errors import UserError
 
@@ -100,8 +100,19 @@ class TrainingSection(_Section):
     max_grad_norm: float = Field(1.0, gt=0)
     logging_steps: int = Field(20, ge=1)
     save_steps: int = Field(100, ge=1)
-    report_to: str = "none"
-    """none, wandb, tensorboard, trackio, …"""
+    eval_strategy: Literal["steps", "no"] = "steps"
+    """Measure the heads on calibration answers while they are trained, or not at all."""
+    eval_steps: int | None = Field(None, ge=1)
+    """How often; null: with every checkpoint."""
+    eval_tree_size: int = Field(16, ge=1)
+    """Tokens per pass of the tree whose tokens per step are measured."""
+    metric_for_best_model: Literal["tokens_per_step", "loss"] = "tokens_per_step"
+    load_best_model_at_end: bool = True
+    """Keep the best evaluated checkpoint and end with it; false, or without evaluation: the last."""
+    early_stopping_patience: int | None = Field(None, ge=1)
+    """Stop after so many evaluations in a row that were no better; null: never."""
+    report_to: Literal["none", "wandb", "tensorboard", "trackio"] = "none"
+    """Tracker that gets all figures; each is an extra of the package."""
     loss_scale: float = Field(1.0, gt=0)
     """λ: weight of the whole loss."""
     loss_decay: float = Field(0.8, gt=0, le=1)
@@ -109,9 +120,29 @@ class TrainingSection(_Section):
     soft_share: float = Field(0.5, ge=0, le=1)
     """α: 0 learns the tokens, 1 the backbone's distribution."""
 
+    @model_validator(mode="after")
+    def _best_is_saved(self) -> TrainingSection:
+        if self.compares and self.save_steps % (self.eval_steps or self.save_steps):
+            raise ValueError(
+                "save_steps must be a multiple of eval_steps, so that the best can be kept"
+            )
+        if self.early_stopping_patience and self.eval_strategy == "no":
+            raise ValueError("early_stopping_patience needs eval_strategy: steps")
+        return self
+
+    @property
+    def compares(self) -> bool:
+        """Whether checkpoints are compared and the best one is taken."""
+        return self.load_best_model_at_end and self.eval_strategy == "steps"
+
     def trainer_arguments(self) -> dict[str, Any]:
-        """What goes to `transformers.TrainingArguments` as it is."""
-        return self.model_dump(exclude={"loss_scale", "loss_decay", "soft_share"})
+        """What goes to `transformers.TrainingArguments`."""
+        ours = {"eval_strategy", "eval_tree_size", "early_stopping_patience", "loss_scale", "loss_decay", "soft_share"}
+        return self.model_dump(exclude=ours) | {
+            "eval_steps": self.eval_steps or self.save_steps,
+            "load_best_model_at_end": self.compares,
+            "greater_is_better": self.metric_for_best_model == "tokens_per_step",
+        }
 
 
 class InferenceSection(_Section):

@@ -10,6 +10,10 @@ from contextlib import contextmanager
 from medusa_train.inference.errors import UserError
 
 
+class Preempted(Exception):
+    """A command was asked to stop (SIGTERM), saved where it was and goes on when it is called again."""
+
+
 @contextmanager
 def reporting_errors(debug: bool) -> Iterator[None]:
     """Turn errors that a user can mend into one line and exit code 2; anything else keeps its traceback."""
@@ -18,6 +22,9 @@ def reporting_errors(debug: bool) -> Iterator[None]:
     except KeyboardInterrupt:
         _say("interrupted; the same command goes on from here")
         sys.exit(130)
+    except Preempted as preempted:
+        _say(str(preempted))
+        sys.exit(0)
     except Exception as error:
         message = explain(error)
         if message is None or debug:

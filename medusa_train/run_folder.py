@@ -107,6 +107,9 @@ class RunFolder:
                 raise UserError(
                     f"{folder} holds files that are no run of medusa-train; move them or use another --out"
                 ) from error
+            if name == "train" and self._trains_longer(made_by):
+                self._reopen_training()
+                return
             difference = _difference(made_by, self._part(name))
             if difference and not overwrite:
                 raise UserError(
@@ -116,6 +119,17 @@ class RunFolder:
             if difference:
                 self.remove_from(name)
                 return
+
+    def _trains_longer(self, made_by: dict[str, Any]) -> bool:
+        """Whether more epochs are all that the recipe asks for beyond what ``train`` was begun with."""
+        wanted, key = self._part("train"), "training.num_train_epochs"
+        return bool(made_by | {key: wanted[key]} == wanted and made_by.get(key, 0) < wanted[key])
+
+    def _reopen_training(self) -> None:
+        """Let ``train`` go on from its last checkpoint; what was made of the shorter training is removed."""
+        self.remove_from("tree")
+        (self.stage("train") / "run.json").unlink(missing_ok=True)
+        self.begin("train")
 
     def remove_from(self, stage: str) -> None:
         """Remove the output of a stage and of all that build on it."""

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from accelerate import PartialState
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, TrainerState, set_seed
 
 from medusa_train.data.chat import load_chat_tokenizer
 from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
 from medusa_train.data.distill import distill, take_conversations
-from medusa_train.data.hidden_states import read_cache, write_cache
+from medusa_train.data.hidden_states import Shard, read_cache, write_cache
 from medusa_train.data.prompts import load_prompts, synthesize_prompts
 from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, read_prompts, read_rows
 from medusa_train.eval.acceptance import token_ranks
@@ -41,7 +41,8 @@ from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import RunFolder
-from medusa_train.trainer import train_heads
+from medusa_train.trainer import Evaluation, train_heads
+from medusa_train.training_callbacks import check_tracker
 
 ROWS_PER_SHARD = 64
 STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay in one bucket of compiled shapes
@@ -132,7 +133,8 @@ def run_cache(job: Job) -> dict[str, Any]:
         write_cache(
             job.backbone, job.rows(split), folder / split, job.recipe.data.cache_batch_tokens, ROWS_PER_SHARD, split
         )
-    return {split: sum(len(shard.tokens) for shard in read_cache(folder / split)) for split in SPLITS}
+    positions = {split: sum(len(shard.tokens) for shard in read_cache(folder / split)) for split in SPLITS}
+    return positions | {"backbone_probe": list(job.backbone.probe)}
 
 
 def run_train(job: Job) -> dict[str, Any]:
@@ -144,6 +146,7 @@ def run_train(job: Job) -> dict[str, Any]:
             folder.begin("train")
     set_seed(recipe.seed)
     backbone = job.backbone
+    _check_cache(job, shards)
     draft_size = recipe.heads.draft_vocab_size
     if draft_size > backbone.vocab_size:
         raise UserError(f"heads.draft_vocab_size={draft_size}, but the backbone has {backbone.vocab_size} tokens")
@@ -155,6 +158,10 @@ def run_train(job: Job) -> dict[str, Any]:
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)
     dataset = HeadsDataset(shards, config.num_heads)
     training = recipe.training
+    evaluation = None
+    if training.eval_strategy == "steps":
+        calibration = read_cache(folder.stage("cache") / "calibration")
+        evaluation = Evaluation(calibration, training.eval_tree_size, recipe.inference.max_rank)
     trainer = train_heads(
         heads, backbone, dataset,
         LossWeights(training.loss_scale, training.loss_decay, training.soft_share),
@@ -164,7 +171,10 @@ def run_train(job: Job) -> dict[str, Any]:
             "seed": recipe.seed,
             "bf16": backbone.dtype == torch.bfloat16,
             "use_cpu": backbone.device.type == "cpu",
+            "run_name": folder.path.name,
         },
+        evaluation,
+        training.early_stopping_patience,
     )  # fmt: skip
     if state.is_main_process:
         save_heads(folder.heads, heads, backbone)
@@ -175,7 +185,41 @@ def run_train(job: Job) -> dict[str, Any]:
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
         "draft_vocabulary_coverage": coverage,
+        **_best(trainer.state, training.metric_for_best_model),
     }
+
+
+def _best(state: TrainerState, metric: str) -> dict[str, Any]:
+    """The best evaluation, and the step that the heads are of."""
+    if state.best_metric is None:
+        return {}
+    return {"best_step": state.best_global_step, f"best_{metric}": state.best_metric}
+
+
+def _check_cache(job: Job, shards: Sequence[Shard]) -> None:
+    """Refuse hidden states that these heads cannot learn from.
+
+    Raises:
+        UserError: another backbone made them, or no answer is long enough for the last head.
+    """
+    backbone, folder, num_heads = job.backbone, job.folder.stage("cache"), job.recipe.heads.num_heads
+    again = f"remove {folder} and run medusa-train cache again"
+    width = shards[0].hidden.shape[1]
+    if width != backbone.hidden_size or max(int(shard.tokens.max()) for shard in shards) >= backbone.vocab_size:
+        raise UserError(
+            f"{folder} was made by another backbone than {backbone.source} (hidden states of width {width}); {again}"
+        )
+    probe = job.folder.result("cache")["result"].get("backbone_probe")
+    try:
+        backbone.check_probe(probe and tuple(probe), str(folder))
+    except UserError as error:
+        raise UserError(f"{folder} was made by another backbone than {backbone.source}; {again}") from error
+    longest = max(int((shard.ends - torch.arange(len(shard.ends))).max()) for shard in shards)
+    if longest <= num_heads:
+        raise UserError(
+            f"heads.num_heads={num_heads}, but the longest training answer has {longest} tokens, too few for head "
+            f"{longest} and later ones; set heads.num_heads={max(1, longest - 1)} or make longer answers"
+        )
 
 
 def run_tree(job: Job) -> dict[str, Any]:
@@ -262,6 +306,8 @@ def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
     with state.main_process_first():
         if state.is_main_process:
             folder.check(order[: order.index(names[-1]) + 1], overwrite)
+    if "train" in names:
+        check_tracker(job.recipe.training.report_to)
     for name in names:
         if folder.done(name):
             if state.is_main_process:

@@ -1,26 +1,54 @@
 """Training heads from the hidden-state cache with `transformers.Trainer`.
 
-Everything about launching, precision, accumulation, schedules, checkpoints and trackers is the Trainer's; ours are the
-module that turns a batch into a loss, and picking a checkpoint that a kill left whole.
+Everything about launching, precision, accumulation, schedules, checkpoints, early stopping and trackers is the
+Trainer's; ours are the module that turns a batch into a loss, what heads are measured by, and going on exactly where a
+kill or a preemption left off.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
+from transformers.trainer_callback import TrainerState
 
-from medusa_train.data.dataset import IGNORED
+from medusa_train.data.dataset import IGNORED, HeadsDataset
+from medusa_train.data.hidden_states import Shard
+from medusa_train.eval.acceptance import token_ranks
+from medusa_train.eval.heads_quality import heads_quality
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
-from medusa_train.losses import LossWeights, medusa_loss
+from medusa_train.inference.model import MedusaModel
+from medusa_train.losses import HeadsLoss, LossWeights, medusa_loss
+from medusa_train.reporting import Preempted
+from medusa_train.training_callbacks import ConsoleProgress, RememberBest, StopOnSigterm
+from medusa_train.training_checkpoints import STATE, check_shapes, check_world_size, last_whole_checkpoint, read_state
+
+NAMED_POSITIONS = 4  # of a batch that went wrong
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """How heads are measured while they are trained.
+
+    Attributes:
+        shards: hidden states of calibration answers, which are neither trained on nor in the final report.
+        tree_size: tokens per pass of the tree whose tokens per step are expected.
+        max_rank: best tokens of a head that it may use.
+    """
+
+    shards: Sequence[Shard]
+    tree_size: int = 16
+    max_rank: int = 10
 
 
 class HeadsForTraining(nn.Module):
@@ -54,9 +82,21 @@ class HeadsForTraining(nn.Module):
         labels: Tensor,
         num_items_in_batch: Tensor | int | None = None,
     ) -> dict[str, Tensor]:
+        return self.loss_of(self.heads, hidden, roots, teacher_hidden, labels, num_items_in_batch)._asdict()
+
+    def loss_of(
+        self,
+        heads: MedusaHeads,
+        hidden: Tensor,
+        roots: Tensor,
+        teacher_hidden: Tensor,
+        labels: Tensor,
+        num_items: Tensor | int | None = None,
+    ) -> HeadsLoss:
+        """The loss of any heads of this shape; see `medusa_loss`."""
         dtype = self.teacher_projection.dtype
         return medusa_loss(
-            self.heads,
+            heads,
             hidden.to(dtype),
             roots,
             teacher_hidden.to(dtype),
@@ -64,57 +104,246 @@ class HeadsForTraining(nn.Module):
             self.teacher_projection,
             self.column_of_token,
             self.weights,
-            num_items_in_batch,
+            num_items,
             shape_logits=self.shape_logits,
             embed=self.embed,
-        )._asdict()
+        )
+
+
+class HeadsTrainer(Trainer):
+    """The Trainer, with a loss per head, evaluation in tokens per step, and a stop at the first loss that is none."""
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        backbone: Backbone,
+        dataset: HeadsDataset,
+        weights: LossWeights,
+        evaluation: Evaluation | None,
+        args: TrainingArguments,
+    ) -> None:
+        self.backbone, self.evaluation = backbone, evaluation
+        calibration = HeadsDataset(evaluation.shards, heads.config.num_heads) if evaluation else None
+        super().__init__(
+            model=HeadsForTraining(heads, backbone, weights),
+            args=args,
+            train_dataset=dataset,
+            eval_dataset=calibration,
+            data_collator=_already_collated,
+        )
+        self.remove_callback(ProgressCallback)
+        self.remove_callback(PrinterCallback)
+        self.add_callback(ConsoleProgress())
+        self.add_callback(RememberBest(Path(args.output_dir)))
+        # Since the last log: every head's summed loss and count, and the positions of this rank.
+        self._parts = torch.zeros(2, heads.config.num_heads, device=args.device)
+        self._positions, self._since = 0, time.monotonic()
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Tensor],
+        return_outputs: bool = False,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> Any:
+        """As in the Trainer, and kept per head.
+
+        Raises:
+            UserError: the loss is NaN or infinite; the step and the batch's positions are named.
+        """
+        if not self._positions:
+            self._since = time.monotonic()
+        index = inputs.pop("index")
+        loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
+        if not torch.isfinite(loss):
+            raise self._diverged(f"the loss is {loss.item()}", index, inputs["hidden"])
+        self._parts += torch.stack([outputs["sums"], outputs["counts"]])
+        self._positions += len(index)
+        return (loss, outputs) if return_outputs else loss
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """As in the Trainer, which has no hook that sees the norm before the step is taken."""
+        norm = super()._clip_grad_norm(model)
+        if norm is not None and not torch.isfinite(torch.as_tensor(norm)):
+            raise self._diverged(f"the gradient's norm is {float(norm)}")
+        return norm
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """As in the Trainer, with each head's mean loss and the speed since the last time."""
+        if "loss" in logs:
+            sums, counts = self.accelerator.reduce(self._parts, "sum").tolist()
+            logs |= {
+                f"loss_h{head}": total / count
+                for head, (total, count) in enumerate(zip(sums, counts, strict=True), start=1)
+                if count
+            }
+            logs["positions_per_second"] = self._positions * self.args.world_size / (time.monotonic() - self._since)
+            self._parts.zero_()
+            self._positions = 0
+        super().log(logs, start_time)
+
+    def evaluate(
+        self,
+        eval_dataset: Any = None,
+        ignore_keys: list[str] | None = None,
+        metric_key_prefix: str = "eval",
+    ) -> dict[str, float]:
+        """Measure the heads on the calibration answers; see `heads_quality`, and the loss with its part per head.
+
+        A copy of the heads is measured, as decoding would use it, by rank 0; neither the trained module nor any random
+        state notices.
+        """
+        started = time.monotonic()
+        with torch.random.fork_rng([self.args.device] if self.args.device.type == "cuda" else []):
+            whole = whole_heads(self, self.model.heads)
+            figures = [self._measure(whole) if whole else {}]
+        broadcast_object_list(figures)
+        metrics = {f"{metric_key_prefix}_{name}": figure for name, figure in figures[0].items()}
+        self.log(metrics)
+        self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
+        self._since += time.monotonic() - started  # not training time
+        return metrics
+
+    @torch.no_grad()
+    def _measure(self, heads: MedusaHeads) -> dict[str, float]:
+        assert self.evaluation is not None
+        ranks = token_ranks(MedusaModel(self.backbone, heads), self.evaluation.shards)
+        figures = heads_quality(ranks, self.evaluation.tree_size, self.evaluation.max_rank)
+        loss, parts = 0.0, torch.zeros_like(self._parts)
+        with self.accelerator.autocast():
+            for indices in torch.arange(len(self.eval_dataset)).split(self.args.eval_batch_size):
+                batch = self._prepare_inputs(self.eval_dataset.__getitems__(indices))
+                batch.pop("index")
+                part = self.model.loss_of(heads, **batch)
+                loss += float(part.loss * part.counts.sum())
+                parts += torch.stack([part.sums, part.counts])
+        figures["loss"] = loss / max(1.0, float(parts[1].sum()))
+        means = (parts[0] / parts[1].clamp(min=1)).tolist()
+        return figures | {f"loss_h{head}": mean for head, mean in enumerate(means, start=1)}
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """As in the Trainer; what a full disk cut off gives its space back. The one before it is still there."""
+        try:
+            super()._save_checkpoint(model, trial)
+        except Exception:
+            if self.args.should_save:
+                shutil.rmtree(Path(self.args.output_dir) / f"checkpoint-{self.state.global_step}", ignore_errors=True)
+            raise
+
+    def planned_steps(self) -> int:
+        """Optimizer steps of the whole run."""
+        steps: int = self.set_initial_training_values(self.args, self.get_train_dataloader())[-1]
+        return steps
+
+    def _diverged(self, what: str, index: Tensor | None = None, hidden: Tensor | None = None) -> UserError:
+        """The error that says where training went wrong and what is left of it."""
+        where = ""
+        if index is not None and hidden is not None:
+            damaged = ~torch.isfinite(hidden).all(dim=1)
+            named = index[damaged] if damaged.any() else index
+            places = ", ".join(self.train_dataset.place(i) for i in named[:NAMED_POSITIONS].tolist())
+            kind = f"{len(named)} hidden states of its batch are not finite" if damaged.any() else "its batch"
+            more = ", …" if len(named) > NAMED_POSITIONS else ""
+            where = f" ({kind}: {places}{more})"
+        step, last = self.state.global_step + 1, self.state.global_step // self.args.save_steps * self.args.save_steps
+        kept = f"checkpoint-{last} is kept" if last else "nothing was saved yet"
+        return UserError(
+            f"training stopped before step {step}: {what}{where}; {kept}; lower training.learning_rate, or remake the "
+            "cache if its states are damaged, and use --overwrite"
+        )
 
 
 def train_heads(
     heads: MedusaHeads,
     backbone: Backbone,
-    dataset: Dataset[dict[str, Tensor]],
+    dataset: HeadsDataset,
     weights: LossWeights,
     folder: Path,
     arguments: dict[str, Any],
+    evaluation: Evaluation | None = None,
+    early_stopping_patience: int | None = None,
 ) -> Trainer:
     """Train ``heads`` in place; goes on from the last whole checkpoint in ``folder``.
 
     Args:
         arguments: for `transformers.TrainingArguments`, under their own names.
+        evaluation: measure the heads every ``eval_steps``; by default never.
+        early_stopping_patience: stop after so many evaluations without a better one.
+
+    Raises:
+        Preempted: SIGTERM came; a checkpoint was saved, and the same call goes on from it.
+        UserError: the loss is not finite, or the checkpoint is of other heads or another number of processes.
     """
     training_arguments = TrainingArguments(
         output_dir=str(folder),
         remove_unused_columns=False,  # samples are tensors, not dataset columns
         save_strategy="steps",
-        save_total_limit=2,
+        save_total_limit=2,  # the last and, if they are compared, the best
         logging_strategy="steps",
+        logging_nan_inf_filter=False,  # such a loss ends the training
+        eval_strategy="steps" if evaluation else "no",
+        restore_callback_states_from_checkpoint=True,  # the patience of early stopping
         **arguments,
     )
-    trainer = Trainer(
-        model=HeadsForTraining(heads, backbone, weights),
-        args=training_arguments,
-        train_dataset=dataset,
-        data_collator=_already_collated,
-    )
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(folder))
+    trainer = HeadsTrainer(heads, backbone, dataset, weights, evaluation, training_arguments)
+    sigterm = StopOnSigterm()
+    trainer.add_callback(sigterm)
+    if early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(early_stopping_patience))
+    sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    checkpoint = last_whole_checkpoint(folder, sharded)
+    if checkpoint:
+        check_world_size(checkpoint, training_arguments.world_size)
+        if not sharded:
+            check_shapes(checkpoint, {name: tensor.shape for name, tensor in trainer.model.state_dict().items()})
+            if _is_over(read_state(checkpoint), trainer.planned_steps()):
+                return _load_finished(trainer, checkpoint)
+    try:
+        # Nothing is unpickled: transformers reads weights with safetensors, and optimizer, schedule and random states
+        # with torch.load(weights_only=True).
+        trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+    finally:
+        sigterm.restore()
+    if sigterm.stopped:
+        raise Preempted(
+            f"stopped by SIGTERM after step {trainer.state.global_step} of {trainer.state.max_steps}, saved in "
+            f"{folder}; the same command goes on from here"
+        )
     return trainer
 
 
-def last_whole_checkpoint(folder: Path) -> str | None:
-    """The newest checkpoint that was written to its end; unfinished ones are removed.
+def whole_heads(trainer: Trainer, heads: MedusaHeads) -> MedusaHeads | None:
+    """The heads that ``trainer`` trained, gathered from all ranks; every rank calls this, rank 0 gets them.
 
-    The Trainer writes ``trainer_state.json`` last, so a checkpoint without a readable one is torn.
+    Under ZeRO-3 and FSDP the parameters of ``heads`` are one rank's shares, or empty.
     """
-    whole = []
-    for checkpoint in folder.glob("checkpoint-*"):
-        try:
-            json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
-        except (OSError, json.JSONDecodeError):
-            shutil.rmtree(checkpoint, ignore_errors=True)
-        else:
-            whole.append(checkpoint)
-    return str(max(whole, key=lambda path: int(path.name.rpartition("-")[2]))) if whole else None
+    prefix = next(name for name, module in trainer.model.named_modules() if module is heads) + "."
+    tensors = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    if not trainer.is_world_process_zero():
+        return None
+    gathered = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    whole = MedusaHeads(heads.config, gathered["draft_token_ids"])
+    whole.load_state_dict(gathered, assign=True)
+    return whole
+
+
+def _is_over(state: dict[str, Any], planned_steps: int) -> bool:
+    """Whether a checkpoint was the run's last: the Trainer, resumed from it, would take one more step."""
+    early = state["stateful_callbacks"].get("EarlyStoppingCallback")
+    if early:
+        patience = early["args"]["early_stopping_patience"]
+        if early["attributes"]["early_stopping_patience_counter"] >= patience:
+            return True
+    return bool(state["global_step"] >= planned_steps)
+
+
+def _load_finished(trainer: Trainer, checkpoint: Path) -> Trainer:
+    """What `Trainer.train` leaves behind, from the last checkpoint of a run that was killed after it."""
+    trainer.state = TrainerState.load_from_json(str(checkpoint / STATE))
+    best = checkpoint.parent / f"checkpoint-{trainer.state.best_global_step}"
+    use_best = trainer.args.load_best_model_at_end and best.exists()
+    trainer._load_from_checkpoint(str(best if use_best else checkpoint))
+    return trainer
 
 
 def _already_collated(batch: dict[str, Tensor]) -> dict[str, Tensor]:
