@@ -100,10 +100,8 @@ class TrainingSection(_Section):
     max_grad_norm: float = Field(1.0, gt=0)
     logging_steps: int = Field(20, ge=1)
     save_steps: int = Field(100, ge=1)
-    eval_strategy: Literal["steps", "no"] = "steps"
-    """Measure the heads on calibration answers while they are trained, or not at all."""
-    eval_steps: int | None = Field(None, ge=1)
-    """How often; null: with every checkpoint."""
+    eval_steps: int | None = Field(None, ge=0)
+    """Measure the heads on calibration answers this often; null: with every checkpoint; 0: never."""
     eval_tree_size: int = Field(16, ge=1)
     """Tokens per pass of the tree whose tokens per step are measured."""
     metric_for_best_model: Literal["tokens_per_step", "loss"] = "tokens_per_step"
@@ -122,24 +120,27 @@ class TrainingSection(_Section):
 
     @model_validator(mode="after")
     def _best_is_saved(self) -> TrainingSection:
-        if self.compares and self.save_steps % (self.eval_steps or self.save_steps):
-            raise ValueError(
-                "save_steps must be a multiple of eval_steps, so that the best can be kept"
-            )
-        if self.early_stopping_patience and self.eval_strategy == "no":
-            raise ValueError("early_stopping_patience needs eval_strategy: steps")
+        if self.compares and self.save_steps % self.steps_between_evaluations:
+            raise ValueError("save_steps must be a multiple of eval_steps, so that the best can be kept")
+        if self.early_stopping_patience and not self.steps_between_evaluations:
+            raise ValueError("early_stopping_patience needs evaluations; leave out eval_steps: 0")
         return self
+
+    @property
+    def steps_between_evaluations(self) -> int:
+        """0: never."""
+        return self.save_steps if self.eval_steps is None else self.eval_steps
 
     @property
     def compares(self) -> bool:
         """Whether checkpoints are compared and the best one is taken."""
-        return self.load_best_model_at_end and self.eval_strategy == "steps"
+        return self.load_best_model_at_end and self.steps_between_evaluations > 0
 
     def trainer_arguments(self) -> dict[str, Any]:
         """What goes to `transformers.TrainingArguments`."""
-        ours = {"eval_strategy", "eval_tree_size", "early_stopping_patience", "loss_scale", "loss_decay", "soft_share"}
+        ours = {"eval_tree_size", "early_stopping_patience", "loss_scale", "loss_decay", "soft_share"}
         return self.model_dump(exclude=ours) | {
-            "eval_steps": self.eval_steps or self.save_steps,
+            "eval_steps": self.steps_between_evaluations or None,
             "load_best_model_at_end": self.compares,
             "greater_is_better": self.metric_for_best_model == "tokens_per_step",
         }

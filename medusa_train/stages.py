@@ -159,7 +159,7 @@ def run_train(job: Job) -> dict[str, Any]:
     dataset = HeadsDataset(shards, config.num_heads)
     training = recipe.training
     evaluation = None
-    if training.eval_strategy == "steps":
+    if training.steps_between_evaluations:
         calibration = read_cache(folder.stage("cache") / "calibration")
         evaluation = Evaluation(calibration, training.eval_tree_size, recipe.inference.max_rank)
     trainer = train_heads(

@@ -18,7 +18,7 @@ import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor, nn
 from transformers import EarlyStoppingCallback, PrinterCallback, ProgressCallback, Trainer, TrainingArguments
-from transformers.trainer_callback import TrainerState
+from transformers.trainer_callback import TrainerControl, TrainerState
 
 from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.hidden_states import Shard
@@ -113,6 +113,8 @@ class HeadsForTraining(nn.Module):
 class HeadsTrainer(Trainer):
     """The Trainer, with a loss per head, evaluation in tokens per step, and a stop at the first loss that is none."""
 
+    control: TrainerControl
+
     def __init__(
         self,
         heads: MedusaHeads,
@@ -133,8 +135,6 @@ class HeadsTrainer(Trainer):
         )
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        self.add_callback(ConsoleProgress())
-        self.add_callback(RememberBest(Path(args.output_dir)))
         # Since the last log: every head's summed loss and count, and the positions of this rank.
         self._parts = torch.zeros(2, heads.config.num_heads, device=args.device)
         self._positions, self._since = 0, time.monotonic()
@@ -286,8 +286,9 @@ def train_heads(
         **arguments,
     )
     trainer = HeadsTrainer(heads, backbone, dataset, weights, evaluation, training_arguments)
-    sigterm = StopOnSigterm()
-    trainer.add_callback(sigterm)
+    sigterm, progress = StopOnSigterm(), ConsoleProgress()
+    for callback in (sigterm, progress, RememberBest(folder)):
+        trainer.add_callback(callback)
     if early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience))
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
@@ -304,6 +305,7 @@ def train_heads(
         trainer.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
     finally:
         sigterm.restore()
+        progress.close()
     if sigterm.stopped:
         raise Preempted(
             f"stopped by SIGTERM after step {trainer.state.global_step} of {trainer.state.max_steps}, saved in "

@@ -69,9 +69,8 @@ class ConsoleProgress(TrainerCallback):
             left = (time.monotonic() - self.started) / done * (state.max_steps - state.global_step)
             tqdm.write(training_line(logs, state.global_step, state.max_steps, self.tokens_per_step, left))
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def close(self) -> None:
+        """End the bar, also after an error, so that the next line starts at the margin."""
         if self.bar is not None:
             self.bar.close()
 

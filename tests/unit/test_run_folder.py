@@ -175,3 +175,18 @@ def test_a_folder_below_a_file_cannot_be_a_run(tmp_path):
         with pytest.raises(UserError, match="cannot write to"), run_folder(place).locked():
             pass
     assert file.read_text() == "mine"
+
+
+def test_more_epochs_reopen_training_and_keep_what_it_has(finished):
+    key = "training.num_train_epochs"
+    (finished.stage("train") / "checkpoint-3").mkdir()
+    longer = run_folder(finished.path, key, 6)
+    longer.check(STAGES, overwrite=False)
+    assert (finished.stage("train") / "checkpoint-3").exists()
+    assert not longer.done("train")
+    assert longer.done("cache")
+    assert not longer.stage("tree").exists()
+    longer.check(STAGES, overwrite=False)  # and is then a run of that many
+    for fewer in (run_folder(finished.path, key, 5), run_folder(finished.path, "training.learning_rate", 0.5)):
+        with pytest.raises(UserError, match="was made with"):
+            fewer.check(STAGES, overwrite=False)
