@@ -13,6 +13,7 @@ or ranks with unequal counts gives the same gradient.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -112,16 +113,19 @@ def medusa_loss(
             loss = loss + weights.soft_share * divergence
         return loss
 
-    # Every parameter takes part, so that a batch without targets yields zeros and not missing gradients.
-    total = sum((parameter.sum() * 0.0 for parameter in heads.parameters()), torch.zeros((), device=hidden.device))
+    # As many parts on every rank, however many positions are valid there: ZeRO-3 gathers parameters for each of them,
+    # and ranks that gather at different times wait for each other forever. A part without positions is computed too,
+    # so that a batch without targets yields zeros and not missing gradients.
+    parts = max(1, math.ceil(len(labels) / chunk))
+    total = torch.zeros((), device=hidden.device)
     sums = []
     for head in range(heads.config.num_heads):
         rows = valid[:, head].nonzero()[:, 0]
         summed = torch.zeros((), device=hidden.device)
-        for part in rows.split(chunk):
+        for part in rows.tensor_split(parts):
             columns = column_of_token[labels[part, head]]
             arguments = (head, hidden[part], tokens[part, : head + 1], teacher_hidden[part, head], columns)
-            if len(rows) > chunk:
+            if parts > 1:
                 summed = summed + checkpoint(chunk_loss, *arguments, use_reentrant=False)
             else:  # a single chunk is the peak either way
                 summed = summed + chunk_loss(*arguments)

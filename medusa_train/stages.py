@@ -12,7 +12,7 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import DistributedType, PartialState
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase, TrainerState, set_seed
 
@@ -41,7 +41,7 @@ from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import RunFolder
-from medusa_train.trainer import Evaluation, train_heads
+from medusa_train.trainer import Evaluation, train_heads, whole_heads
 from medusa_train.training_callbacks import check_tracker
 
 ROWS_PER_SHARD = 64
@@ -170,14 +170,15 @@ def run_train(job: Job) -> dict[str, Any]:
             **training.trainer_arguments(),
             "seed": recipe.seed,
             "bf16": backbone.dtype == torch.bfloat16,
-            "use_cpu": backbone.device.type == "cpu",
+            "use_cpu": backbone.device.type == "cpu" and state.distributed_type != DistributedType.DEEPSPEED,
             "run_name": folder.path.name,
         },
         evaluation,
         training.early_stopping_patience,
     )  # fmt: skip
-    if state.is_main_process:
-        save_heads(folder.heads, heads, backbone)
+    trained = whole_heads(trainer, heads)
+    if trained:
+        save_heads(folder.heads, trained, backbone)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "positions": len(dataset),

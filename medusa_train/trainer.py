@@ -283,8 +283,15 @@ def train_heads(
         logging_nan_inf_filter=False,  # such a loss ends the training
         eval_strategy="steps" if evaluation else "no",
         restore_callback_states_from_checkpoint=True,  # the patience of early stopping
+        ddp_find_unused_parameters=False,  # the loss touches every parameter, whatever the batch holds
+        ddp_broadcast_buffers=False,  # the backbone's projection rows are the same everywhere
         **arguments,
     )
+    # One process drives one device; several in one process would be torch's DataParallel.
+    training_arguments._n_gpu = min(training_arguments.n_gpu, 1)
+    # Otherwise the last batch of an epoch is filled up with samples from its start, and how many depends on the ranks.
+    batch = training_arguments.per_device_train_batch_size * training_arguments.world_size
+    training_arguments.dataloader_drop_last = len(dataset) >= batch
     trainer = HeadsTrainer(heads, backbone, dataset, weights, evaluation, training_arguments)
     sigterm, progress = StopOnSigterm(), ConsoleProgress()
     for callback in (sigterm, progress, RememberBest(folder)):
@@ -323,9 +330,8 @@ def whole_heads(trainer: Trainer, heads: MedusaHeads) -> MedusaHeads | None:
     tensors = trainer.accelerator.get_state_dict(trainer.model_wrapped)
     if not trainer.is_world_process_zero():
         return None
-    gathered = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
-    whole = MedusaHeads(heads.config, gathered["draft_token_ids"])
-    whole.load_state_dict(gathered, assign=True)
+    whole = MedusaHeads(heads.config, tensors[prefix + "draft_token_ids"])
+    whole.load_state_dict({name: tensors[prefix + name] for name in whole.state_dict()}, assign=True)
     return whole
 
 
