@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -67,14 +67,14 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
         return f"{home:05d}:{int(self._usable[home][index - int(self._starts[home])])}"
 
 
-def draft_vocabulary(shards: Sequence[Shard], size: int, vocab_size: int) -> tuple[Tensor, float]:
-    """The ``size`` most frequent answer tokens, in rising order, and the share of answer tokens that they cover.
+def draft_vocabulary(answers: Iterable[Tensor], size: int, vocab_size: int) -> tuple[Tensor, float]:
+    """The ``size`` most frequent tokens of ``answers``, in rising order, and the share of all that they cover.
 
     Equally frequent tokens are taken from the lowest id up, so the choice is the same on every machine.
     """
     counts = torch.zeros(vocab_size, dtype=torch.long)
-    for shard in shards:
-        counts += torch.bincount(shard.tokens, minlength=vocab_size)
+    for tokens in answers:
+        counts += torch.bincount(tokens, minlength=vocab_size)
     kept = counts.argsort(descending=True, stable=True)[:size].sort().values
     return kept, float(counts[kept].sum() / counts.sum())
 

@@ -22,6 +22,8 @@ from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_tensors
 
+CACHE_DTYPE = torch.bfloat16
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -92,7 +94,7 @@ def _shard_tensors(backbone: Backbone, rows: Sequence[Row], batch_tokens: int) -
             ids = torch.tensor(rows[i].input_ids)
             # The state before a token predicts it; the first token of a text has none before it.
             pieces = [(max(start, 1), end) for start, end in rows[i].spans]
-            states = [hidden[start - 1 : end - 1].to("cpu", torch.bfloat16) for start, end in pieces]
+            states = [hidden[start - 1 : end - 1].to("cpu", CACHE_DTYPE) for start, end in pieces]
             kept[i] = (torch.cat(states), torch.cat([ids[start:end] for start, end in pieces]))
             spans[i] = [end - start for start, end in pieces]
     ends, total = [], 0

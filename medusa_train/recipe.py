@@ -89,9 +89,14 @@ class DataSection(_Section):
 class TrainingSection(_Section):
     """How heads are trained; names as in transformers.TrainingArguments, then the loss."""
 
+    mode: Literal["cached", "online"] = "cached"
+    """cached: hidden states from the disk; online: computed for every step, for training longer than the disk."""
+    pack_tokens: int = Field(2048, ge=2)
+    """online: tokens of one packed sequence; a longer text gets a longer one."""
     learning_rate: float = Field(1e-3, gt=0)
     num_train_epochs: float = Field(4, gt=0)
     per_device_train_batch_size: int = Field(512, ge=1)
+    """Positions, or online packed sequences; online it is 1 unless given."""
     gradient_accumulation_steps: int = Field(1, ge=1)
     warmup_steps: float = Field(0.05, ge=0)
     """Below 1: a share of all steps."""
@@ -119,6 +124,12 @@ class TrainingSection(_Section):
     """α: 0 learns the tokens, 1 the backbone's distribution."""
 
     @model_validator(mode="after")
+    def _one_pack_unless_given(self) -> TrainingSection:
+        if self.mode == "online" and "per_device_train_batch_size" not in self.model_fields_set:
+            self.per_device_train_batch_size = 1
+        return self
+
+    @model_validator(mode="after")
     def _best_is_saved(self) -> TrainingSection:
         if self.compares and self.save_steps % self.steps_between_evaluations:
             raise ValueError("save_steps must be a multiple of eval_steps, so that the best can be kept")
@@ -138,8 +149,9 @@ class TrainingSection(_Section):
 
     def trainer_arguments(self) -> dict[str, Any]:
         """What goes to `transformers.TrainingArguments`."""
-        ours = {"eval_tree_size", "early_stopping_patience", "loss_scale", "loss_decay", "soft_share"}
-        return self.model_dump(exclude=ours) | {
+        ours = {"mode", "pack_tokens", "eval_tree_size", "early_stopping_patience"}
+        loss = {"loss_scale", "loss_decay", "soft_share"}
+        return self.model_dump(exclude=ours | loss) | {
             "eval_steps": self.steps_between_evaluations or None,
             "load_best_model_at_end": self.compares,
             "greater_is_better": self.metric_for_best_model == "tokens_per_step",

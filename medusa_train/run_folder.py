@@ -43,7 +43,7 @@ _TREE_KEYS = (*_TRAIN_KEYS, "inference")
 STAGE_KEYS: dict[str, tuple[str, ...]] = {
     "prompts": _PROMPT_KEYS,
     "distill": _DISTILL_KEYS,
-    "cache": _DISTILL_KEYS,
+    "cache": (*_DISTILL_KEYS, "training.mode"),
     "train": _TRAIN_KEYS,
     "tree": _TREE_KEYS,
     "eval": (*_TREE_KEYS, "eval"),

@@ -20,6 +20,7 @@ from medusa_train.data.chat import load_chat_tokenizer
 from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
 from medusa_train.data.distill import distill, take_conversations
 from medusa_train.data.hidden_states import Shard, read_cache, write_cache
+from medusa_train.data.packing import PackedRows, answer_tokens, check_packing
 from medusa_train.data.prompts import load_prompts, synthesize_prompts
 from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, read_prompts, read_rows
 from medusa_train.eval.acceptance import token_ranks
@@ -39,9 +40,10 @@ from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.step import Step
 from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
+from medusa_train.online import OnlineHeads
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import RunFolder
-from medusa_train.trainer import Evaluation, train_heads, whole_heads
+from medusa_train.trainer import Evaluation, HeadsForTraining, train_heads, whole_heads
 from medusa_train.training_callbacks import check_tracker
 
 ROWS_PER_SHARD = 64
@@ -127,26 +129,33 @@ def run_distill(job: Job) -> dict[str, Any]:
 
 
 def run_cache(job: Job) -> dict[str, Any]:
-    """Write ``cache/<split>/shard-*.safetensors``."""
+    """Write ``cache/<split>/shard-*.safetensors``; online training needs none of its own rows."""
     folder = job.folder.begin("cache")
-    for split in SPLITS:
+    splits = [split for split in SPLITS if split != "train" or job.recipe.training.mode == "cached"]
+    for split in splits:
         write_cache(
             job.backbone, job.rows(split), folder / split, job.recipe.data.cache_batch_tokens, ROWS_PER_SHARD, split
         )
-    positions = {split: sum(len(shard.tokens) for shard in read_cache(folder / split)) for split in SPLITS}
+    positions = {split: sum(len(shard.tokens) for shard in read_cache(folder / split)) for split in splits}
     return positions | {"backbone_probe": list(job.backbone.probe)}
 
 
 def run_train(job: Job) -> dict[str, Any]:
-    """Train heads from the cache into ``heads/``; every rank of a distributed launch runs this."""
+    """Train heads into ``heads/``; every rank of a distributed launch runs this."""
     recipe, folder, state = job.recipe, job.folder, PartialState()
-    shards = read_cache(folder.stage("cache") / "train")
+    training, online = recipe.training, recipe.training.mode == "online"
+    rows = job.rows("train") if online else []
+    shards = [] if online else read_cache(folder.stage("cache") / "train")
     with state.main_process_first():
         if state.is_main_process:
             folder.begin("train")
     set_seed(recipe.seed)
     backbone = job.backbone
-    _check_cache(job, shards)
+    if online:
+        check_packing(backbone)
+        _check_answers(max(end - start for row in rows for start, end in row.spans), recipe.heads.num_heads)
+    else:
+        _check_cache(job, shards)
     draft_size = recipe.heads.draft_vocab_size
     if draft_size > backbone.vocab_size:
         raise UserError(f"heads.draft_vocab_size={draft_size}, but the backbone has {backbone.vocab_size} tokens")
@@ -154,17 +163,22 @@ def run_train(job: Job) -> dict[str, Any]:
         recipe.heads.num_heads, recipe.heads.num_layers, backbone.hidden_size, backbone.vocab_size, draft_size,
         recipe.heads.kind, recipe.heads.lm_head,
     )  # fmt: skip
-    kept, coverage = draft_vocabulary(shards, config.projection_size, backbone.vocab_size)
+    answers = answer_tokens(rows) if online else (shard.tokens for shard in shards)
+    kept, coverage = draft_vocabulary(answers, config.projection_size, backbone.vocab_size)
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)
-    dataset = HeadsDataset(shards, config.num_heads)
-    training = recipe.training
+    weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
+    model = (OnlineHeads if online else HeadsForTraining)(heads, backbone, weights)
+    dataset: HeadsDataset | PackedRows = (
+        PackedRows(rows, config.num_heads, training.pack_tokens, recipe.seed)
+        if online
+        else HeadsDataset(shards, config.num_heads)
+    )
     evaluation = None
     if training.steps_between_evaluations:
         calibration = read_cache(folder.stage("cache") / "calibration")
         evaluation = Evaluation(calibration, training.eval_tree_size, recipe.inference.max_rank)
     trainer = train_heads(
-        heads, backbone, dataset,
-        LossWeights(training.loss_scale, training.loss_decay, training.soft_share),
+        model, backbone, dataset,
         folder.stage("train"),
         {
             **training.trainer_arguments(),
@@ -181,7 +195,7 @@ def run_train(job: Job) -> dict[str, Any]:
         save_heads(folder.heads, trained, backbone)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
-        "positions": len(dataset),
+        "positions": dataset.positions if isinstance(dataset, PackedRows) else len(dataset),
         "optimizer_steps": trainer.state.global_step,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
@@ -215,7 +229,11 @@ def _check_cache(job: Job, shards: Sequence[Shard]) -> None:
         backbone.check_probe(probe and tuple(probe), str(folder))
     except UserError as error:
         raise UserError(f"{folder} was made by another backbone than {backbone.source}; {again}") from error
-    longest = max(int((shard.ends - torch.arange(len(shard.ends))).max()) for shard in shards)
+    _check_answers(max(int((shard.ends - torch.arange(len(shard.ends))).max()) for shard in shards), num_heads)
+
+
+def _check_answers(longest: int, num_heads: int) -> None:
+    """Refuse more heads than the longest answer, of so many tokens, can teach."""
     if longest <= num_heads:
         raise UserError(
             f"heads.num_heads={num_heads}, but the longest training answer has {longest} tokens, too few for head "

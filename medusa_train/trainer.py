@@ -22,6 +22,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 
 from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.hidden_states import Shard
+from medusa_train.data.packing import PackedRows
 from medusa_train.eval.acceptance import token_ranks
 from medusa_train.eval.heads_quality import heads_quality
 from medusa_train.inference.backbone import Backbone
@@ -74,15 +75,12 @@ class HeadsForTraining(nn.Module):
         projection = backbone.projection_rows(ids).to(next(heads.parameters()))
         self.register_buffer("teacher_projection", projection, persistent=False)
 
-    def forward(
-        self,
-        hidden: Tensor,
-        roots: Tensor,
-        teacher_hidden: Tensor,
-        labels: Tensor,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> dict[str, Tensor]:
-        return self.loss_of(self.heads, hidden, roots, teacher_hidden, labels, num_items_in_batch)._asdict()
+    def forward(self, num_items_in_batch: Tensor | int | None = None, **batch: Tensor) -> dict[str, Tensor]:
+        return self.loss_of(self.heads, **self.samples(batch), num_items=num_items_in_batch)._asdict()
+
+    def samples(self, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What `loss_of` takes, from a batch of the dataset: here the batch itself."""
+        return batch
 
     def loss_of(
         self,
@@ -117,17 +115,17 @@ class HeadsTrainer(Trainer):
 
     def __init__(
         self,
-        heads: MedusaHeads,
+        model: HeadsForTraining,
         backbone: Backbone,
-        dataset: HeadsDataset,
-        weights: LossWeights,
+        dataset: HeadsDataset | PackedRows,
         evaluation: Evaluation | None,
         args: TrainingArguments,
     ) -> None:
         self.backbone, self.evaluation = backbone, evaluation
-        calibration = HeadsDataset(evaluation.shards, heads.config.num_heads) if evaluation else None
+        num_heads = model.heads.config.num_heads
+        calibration = HeadsDataset(evaluation.shards, num_heads) if evaluation else None
         super().__init__(
-            model=HeadsForTraining(heads, backbone, weights),
+            model=model,
             args=args,
             train_dataset=dataset,
             eval_dataset=calibration,
@@ -135,8 +133,8 @@ class HeadsTrainer(Trainer):
         )
         self.remove_callback(ProgressCallback)
         self.remove_callback(PrinterCallback)
-        # Since the last log: every head's summed loss and count, and the positions of this rank.
-        self._parts = torch.zeros(2, heads.config.num_heads, device=args.device)
+        # Since the last log: every head's summed loss and count, and when its first batch came.
+        self._parts = torch.zeros(2, num_heads, device=args.device)
         self._positions, self._since = 0, time.monotonic()
 
     def compute_loss(
@@ -156,7 +154,7 @@ class HeadsTrainer(Trainer):
         index = inputs.pop("index")
         loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
         if not torch.isfinite(loss):
-            raise self._diverged(f"the loss is {loss.item()}", index, inputs["hidden"])
+            raise self._diverged(f"the loss is {loss.item()}", index, inputs.get("hidden"))
         self._parts += torch.stack([outputs["sums"], outputs["counts"]])
         self._positions += len(index)
         return (loss, outputs) if return_outputs else loss
@@ -177,7 +175,7 @@ class HeadsTrainer(Trainer):
                 for head, (total, count) in enumerate(zip(sums, counts, strict=True), start=1)
                 if count
             }
-            logs["positions_per_second"] = self._positions * self.args.world_size / (time.monotonic() - self._since)
+            logs["positions_per_second"] = counts[0] / (time.monotonic() - self._since)
             self._parts.zero_()
             self._positions = 0
         super().log(logs, start_time)
@@ -238,11 +236,12 @@ class HeadsTrainer(Trainer):
     def _diverged(self, what: str, index: Tensor | None = None, hidden: Tensor | None = None) -> UserError:
         """The error that says where training went wrong and what is left of it."""
         where = ""
-        if index is not None and hidden is not None:
-            damaged = ~torch.isfinite(hidden).all(dim=1)
-            named = index[damaged] if damaged.any() else index
+        if index is not None:
+            named, kind = index, "its batch"
+            if hidden is not None and (damaged := ~torch.isfinite(hidden).all(dim=1)).any():
+                named = index[damaged]
+                kind = f"{len(named)} hidden states of its batch are not finite"
             places = ", ".join(self.train_dataset.place(i) for i in named[:NAMED_POSITIONS].tolist())
-            kind = f"{len(named)} hidden states of its batch are not finite" if damaged.any() else "its batch"
             more = ", …" if len(named) > NAMED_POSITIONS else ""
             where = f" ({kind}: {places}{more})"
         step, last = self.state.global_step + 1, self.state.global_step // self.args.save_steps * self.args.save_steps
@@ -254,16 +253,15 @@ class HeadsTrainer(Trainer):
 
 
 def train_heads(
-    heads: MedusaHeads,
+    model: HeadsForTraining,
     backbone: Backbone,
-    dataset: HeadsDataset,
-    weights: LossWeights,
+    dataset: HeadsDataset | PackedRows,
     folder: Path,
     arguments: dict[str, Any],
     evaluation: Evaluation | None = None,
     early_stopping_patience: int | None = None,
 ) -> Trainer:
-    """Train ``heads`` in place; goes on from the last whole checkpoint in ``folder``.
+    """Train the heads of ``model`` in place; goes on from the last whole checkpoint in ``folder``.
 
     Args:
         arguments: for `transformers.TrainingArguments`, under their own names.
@@ -292,7 +290,7 @@ def train_heads(
     # Otherwise the last batch of an epoch is filled up with samples from its start, and how many depends on the ranks.
     batch = training_arguments.per_device_train_batch_size * training_arguments.world_size
     training_arguments.dataloader_drop_last = len(dataset) >= batch
-    trainer = HeadsTrainer(heads, backbone, dataset, weights, evaluation, training_arguments)
+    trainer = HeadsTrainer(model, backbone, dataset, evaluation, training_arguments)
     sigterm, progress = StopOnSigterm(), ConsoleProgress()
     for callback in (sigterm, progress, RememberBest(folder)):
         trainer.add_callback(callback)

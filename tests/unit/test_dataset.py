@@ -88,6 +88,6 @@ def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_rising_order(token_
     ]
     counts = Counter(token for ids in token_lists for token in ids)
     expected = sorted(sorted(range(10), key=lambda token: (-counts[token], token))[:size])
-    kept, coverage = draft_vocabulary(shards, size, vocab_size=10)
+    kept, coverage = draft_vocabulary((shard.tokens for shard in shards), size, vocab_size=10)
     assert kept.tolist() == expected
     assert coverage == pytest.approx(sum(counts[token] for token in expected) / counts.total())

@@ -1,0 +1,174 @@
+"""Training with the backbone in the loop gives what training from the cache gives."""
+
+import json
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from conftest import make_llama
+from medusa_train.data.dataset import HeadsDataset
+from medusa_train.data.hidden_states import read_cache, write_cache
+from medusa_train.data.packing import PackedRows
+from medusa_train.data.rows import Row
+from medusa_train.inference import HeadsConfig, MedusaHeads, UserError
+from medusa_train.inference.backbone import Backbone
+from medusa_train.losses import LossWeights
+from medusa_train.online import OnlineHeads, states_ahead
+from medusa_train.recipe import load_recipe
+from medusa_train.stages import STAGES, Job, run_stages
+from medusa_train.trainer import HeadsForTraining
+
+VOCABULARY, HEADS = 64, 3
+
+
+@pytest.fixture
+def backbone():
+    return Backbone.wrap(make_llama(vocab_size=VOCABULARY))
+
+
+def random_rows(count, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for i in range(count):
+        length = 6 + 5 * i % 17
+        ids = torch.randint(0, VOCABULARY, (length,), generator=generator).tolist()
+        spans = [(0, length)] if i == 0 else [(2, 5), (6, length)] if i % 3 == 0 else [(3, length)]
+        made.append(Row(str(i), "train", [], ids, spans, "stop"))
+    return made
+
+
+def training_module(kind, backbone, heads_kind="medusa"):
+    """The same heads for every call: fresh ones, moved a little, over a part of the vocabulary."""
+    config = HeadsConfig(HEADS, 2, backbone.hidden_size, VOCABULARY, 40, kind=heads_kind)
+    heads = MedusaHeads.for_backbone(backbone, config, torch.arange(0, 40) + 7)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.05)
+    return kind(heads, backbone, LossWeights(soft_share=0.5)).train()
+
+
+def batch_of(dataset):
+    batch = dataset.__getitems__(range(len(dataset)))
+    del batch["index"]
+    return batch
+
+
+@pytest.mark.parametrize("heads_kind", ["medusa", "hydra"])
+def test_gradients_are_those_of_cached_training(backbone, tmp_path, heads_kind):
+    made = random_rows(11)
+    write_cache(backbone, made, tmp_path, batch_tokens=64, rows_per_shard=4, name="train")
+    cached, online = (training_module(kind, backbone, heads_kind) for kind in (HeadsForTraining, OnlineHeads))
+    theirs = cached(**batch_of(HeadsDataset(read_cache(tmp_path), HEADS)))
+    ours = online(**batch_of(PackedRows(made, HEADS, 48, seed=0)))
+    assert torch.equal(ours["counts"], theirs["counts"])
+    torch.testing.assert_close(ours["loss"], theirs["loss"], rtol=1e-5, atol=0)
+    for module, out in ((cached, theirs), (online, ours)):
+        out["loss"].backward()
+        assert all(parameter.grad is None for parameter in backbone.model.parameters()), module
+    for (name, expected), parameter in zip(cached.named_parameters(), online.parameters(), strict=True):
+        assert expected.grad.abs().sum() > 0, name
+        torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=1e-4, msg=name)
+
+
+def test_a_pack_of_two_texts_has_the_losses_of_both(backbone):
+    made = random_rows(2, seed=3)
+    online = training_module(OnlineHeads, backbone)
+    together = online(**batch_of(PackedRows(made, HEADS, 64, seed=0)))
+    apart = [online(**batch_of(PackedRows([row], HEADS, 2, seed=0))) for row in made]
+    assert len(PackedRows(made, HEADS, 64, seed=0)) == 1
+    torch.testing.assert_close(together["sums"], apart[0]["sums"] + apart[1]["sums"], rtol=1e-4, atol=1e-4)
+    assert torch.equal(together["counts"], apart[0]["counts"] + apart[1]["counts"])
+
+
+def test_the_backbone_stays_out_of_training(backbone):
+    online = training_module(OnlineHeads, backbone)
+    assert not backbone.model.training
+    assert not [name for name in online.state_dict() if "heads." not in name]
+    assert {id(p) for p in online.parameters()}.isdisjoint(id(p) for p in backbone.model.parameters())
+
+
+def test_states_ahead_are_a_view():
+    hidden = torch.randn(5, 4)
+    ahead = states_ahead(hidden, 3)
+    for place in range(5):
+        for k in range(3):
+            expected = hidden[place + k + 1] if place + k + 1 < 5 else torch.zeros(4)
+            assert torch.equal(ahead[place, k], expected)
+    assert ahead.untyped_storage().nbytes() == 8 * 4 * 4
+
+
+@pytest.fixture
+def recipe_file(tmp_path, tiny_chat_folder):
+    talks = [
+        {"messages": [
+            {"role": "user", "content": f"what is the cat {i} ?"},
+            {"role": "assistant", "content": " ".join(["the", "cat", "sat", "on", "mat"][: 2 + i % 4] * 3)},
+        ]}
+        for i in range(30)
+    ]  # fmt: skip
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    recipe = {
+        "output_dir": str(tmp_path / "run"),
+        "backbone": {"source": str(tiny_chat_folder), "dtype": "float32", "device": "cpu"},
+        "heads": {"num_heads": 2, "draft_vocab_size": 128},
+        "data": {"conversations": str(tmp_path / "talks.jsonl"), "calibration_share": 0.2, "heldout_share": 0.2},
+        "training": {"mode": "online", "pack_tokens": 96, "num_train_epochs": 3, "save_steps": 4, "logging_steps": 4},
+        "inference": {"tree_sizes": [1, 4], "step_time_rounds": 1, "step_time_steps": 2},
+        "eval": {"num_prompts": 2, "max_new_tokens": 6, "repeats": 1},
+    }  # fmt: skip
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(recipe))
+    return path
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the code under test may catch it."""
+
+
+def test_a_whole_run_without_cached_training_states_and_after_a_kill(recipe_file, monkeypatch):
+    unbroken = Job(load_recipe(recipe_file))
+    run_stages(unbroken, list(STAGES))
+    assert unbroken.recipe.training.per_device_train_batch_size == 1
+    assert sorted(path.name for path in unbroken.folder.stage("cache").iterdir() if path.is_dir()) == [
+        "calibration", "heldout",
+    ]  # fmt: skip
+    result = unbroken.folder.result("train")["result"]
+    assert result["last_loss"] < result["first_loss"]
+    assert result["optimizer_steps"] > 8
+    assert result["positions"] == sum(row.learnt_tokens - 1 for row in unbroken.rows("train"))
+
+    job = Job(load_recipe(recipe_file, [f"output_dir={recipe_file.parent / 'killed'}"]))
+    steps, step = iter(range(6)), torch.optim.AdamW.step
+
+    def dying(*arguments, **keywords):
+        if next(steps, None) is None:
+            raise Killed
+        return step(*arguments, **keywords)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.optim.AdamW, "step", dying)
+        with pytest.raises(Killed):
+            run_stages(job, list(STAGES)[:4])
+    run_stages(job, list(STAGES)[:4])
+    ours, theirs = (load_file(j.folder.heads / "medusa_lm_head.safetensors") for j in (job, unbroken))
+    for name, tensor in theirs.items():
+        assert torch.equal(ours[name], tensor), name
+
+
+def test_what_online_training_refuses(recipe_file, monkeypatch):
+    job = Job(load_recipe(recipe_file, [f"output_dir={recipe_file.parent / 'whole'}"]))
+    run_stages(job, list(STAGES)[:2])
+    longest_prompt = max(row.spans[0][0] for row in job.rows("train"))
+    short = [f"data.max_length={longest_prompt + 4}"]
+    with pytest.raises(UserError, match=r"heads\.num_heads=9, but the longest training answer has"):
+        run_stages(Job(load_recipe(recipe_file, [*short, "heads.num_heads=9"])), list(STAGES)[:4])
+
+    def refuse(backbone):
+        raise UserError("no packs for this one")
+
+    monkeypatch.setattr("medusa_train.stages.check_packing", refuse)
+    with pytest.raises(UserError, match="no packs"):
+        run_stages(Job(load_recipe(recipe_file, [*short, "heads.num_heads=2"])), ["train"])
