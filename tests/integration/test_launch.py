@@ -71,7 +71,7 @@ def train_here(recipe, *overrides):
     folder = Path(load_recipe(recipe).output_dir)
     copy = shutil.copytree(folder, folder.with_name(f"here-{len(list(folder.parent.iterdir()))}"))
     job = Job(load_recipe(recipe, [*overrides, f"output_dir={copy}"]))
-    run_stages(job, ["train"])
+    run_stages(job, ["cache", "train"], overwrite=True)
     return load_file(job.folder.heads / "medusa_lm_head.safetensors")
 
 
@@ -109,6 +109,15 @@ def test_two_processes_give_the_heads_of_one(fresh, plain):
     assert_gave(done, output_dir, plain)
     assert done.stderr.count("Loading weights: 100%") == 1, "progress is for one process to show"
     assert done.stdout.count("step 8/8 · loss") == 1
+
+
+def test_two_processes_with_the_backbone_in_the_loop_give_the_heads_of_one(fresh, cached):
+    recipe, output_dir = fresh
+    online = ["training.mode=online", "training.pack_tokens=64"]
+    run_stages(Job(load_recipe(recipe, [*online, output_dir])), ["cache"], overwrite=True)
+    done = launch("cpu", 2, recipe, output_dir, *online, "training.per_device_train_batch_size=1")
+    expected = train_here(cached, *online, "training.per_device_train_batch_size=2")
+    assert_gave(done, output_dir, expected)
 
 
 FAILS_ON_RANK_1 = """
