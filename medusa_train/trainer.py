@@ -205,6 +205,7 @@ class HeadsTrainer(Trainer):
     @torch.no_grad()
     def _measure(self, heads: MedusaHeads) -> dict[str, float]:
         assert self.evaluation is not None
+        heads.share_projection(self.backbone)
         ranks = token_ranks(MedusaModel(self.backbone, heads), self.evaluation.shards)
         figures = heads_quality(ranks, self.evaluation.tree_size, self.evaluation.max_rank)
         loss, parts = 0.0, torch.zeros_like(self._parts)

@@ -111,7 +111,7 @@ def train_and_kill(train, monkeypatch, step, *overrides, **named):
 ACCUMULATED = ("training.per_device_train_batch_size=16", "training.gradient_accumulation_steps=3")
 
 
-@pytest.mark.parametrize("setting", [(), ACCUMULATED, ("heads.kind=hydra",)])
+@pytest.mark.parametrize("setting", [(), ACCUMULATED, ("heads.kind=hydra",), ("heads.lm_head=shared",)])
 def test_killed_again_and_again_it_ends_in_the_same_weights(train, monkeypatch, setting):
     unbroken = train(*setting, name="unbroken")
     steps = result(unbroken)["optimizer_steps"]
@@ -136,6 +136,7 @@ def test_sigterm_saves_and_exits_with_0_and_the_next_command_goes_on(train, cach
     assert "stopped by SIGTERM after step 4 of" in told
     assert "goes on from here" in told
     assert not (train.folder / "train" / "run.json").exists()
+    assert (train.folder / "train" / "checkpoint-4").exists()
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     assert_same_weights(train(), unbroken)
 
@@ -225,10 +226,21 @@ def test_more_epochs_go_on_from_the_end_of_the_shorter_training(train, schedule)
         train(*setting)
 
 
-def test_evaluation_does_not_change_what_is_learnt(train):
-    last = "training.load_best_model_at_end=false"
+def test_evaluation_does_not_change_what_is_learnt(train, monkeypatch):
+    last, states = "training.load_best_model_at_end=false", []
+    original = medusa_train.trainer.HeadsTrainer.evaluate
+
+    def watched(self, *args, **kwargs):
+        states.append((torch.get_rng_state().tolist(), self.model.training))
+        metrics = original(self, *args, **kwargs)
+        states.append((torch.get_rng_state().tolist(), self.model.training))
+        return metrics
+
+    monkeypatch.setattr(medusa_train.trainer.HeadsTrainer, "evaluate", watched)
     often = train(last, "training.eval_steps=1", "training.save_steps=2")
     assert sum("eval_tokens_per_step" in entry for entry in history(often)) == result(often)["optimizer_steps"]
+    assert states[::2] == states[1::2]
+    assert all(training for _, training in states)
     assert_same_weights(often, train(last, "training.eval_steps=0", name="never"))
 
 
