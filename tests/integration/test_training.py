@@ -255,9 +255,9 @@ def test_an_evaluation_reports_every_head(train):
     )  # fmt: skip
 
 
-def worsening(patch):
-    """Let every evaluation be worse than the one before."""
-    original, figures = medusa_train.trainer.heads_quality, iter(range(100))
+def worsening(patch, before=0):
+    """Let every evaluation be worse than the one before, also than those ``before`` a kill."""
+    original, figures = medusa_train.trainer.heads_quality, iter(range(before, 100))
     patch.setattr(
         medusa_train.trainer,
         "heads_quality",
@@ -284,6 +284,9 @@ def test_early_stopping_is_remembered_over_a_kill(train, monkeypatch):
     assert result(unbroken)["optimizer_steps"] == 9
     with monkeypatch.context() as patch:
         worsening(patch)
+        train_and_kill(train, patch, 8, *setting)
+    with monkeypatch.context() as patch:
+        worsening(patch, before=2)
         patch.setattr(medusa_train.stages, "save_heads", lambda *_: kill())
         with pytest.raises(Killed):
             train(*setting)
