@@ -348,9 +348,7 @@ def test_more_heads_than_the_longest_answer_are_refused(train, cached):
         tensors = load_file(path)
         tensors["ends"] = torch.minimum(tensors["ends"], torch.arange(len(tensors["ends"])) // 2 * 2 + 2)
         save_file(tensors, path)
-    with pytest.raises(
-        UserError, match=r"num_heads=2, but the longest training answer has 2 tokens.*num_heads=1"
-    ):
+    with pytest.raises(UserError, match=r"num_heads=2, but the longest training answer has 2 tokens.*num_heads=1"):
         train()
     assert result(train("heads.num_heads=1"))["optimizer_steps"]
 
