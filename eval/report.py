@@ -26,6 +26,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
     """
     context = report | {
         "environment": report["made"]["tree"]["environment"],
+        "tree_given": report["made"]["tree"]["result"].get("chosen_by") == "recipe",
         "expected_tokens_per_step": _chosen(report)["expected_tokens_per_step"],
         "plots": [
             {"svg": _svg(figure), "caption": caption}

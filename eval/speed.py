@@ -193,11 +193,13 @@ def total(repeat: Sequence[Run]) -> DecodeStats:
 
 def measure_step_seconds(
     model: MedusaModel, trees: Sequence[Tree], prompt: Tensor, steps: int, rounds: int
-) -> list[float]:
-    """Time of one whole step (draft, pass, verify, commit) with each tree; the root alone is plain decoding.
+) -> list[list[float]]:
+    """Seconds of one whole step (draft, pass, verify, commit) with each tree; the root alone is plain decoding.
 
-    Rounds go over all trees in turn, and a tree's time is its best round's median: other work on the machine only ever
-    adds time, in bursts longer than a step.
+    Rounds go over all trees in turn, so that a burst of other work, which outlasts a step, hits them alike.
+
+    Returns:
+        Per tree, the median step of every round; `step_curve.fit_step_times` makes one time of them.
     """
     medians: list[list[float]] = [[] for _ in trees]
     device = model.backbone.device
@@ -212,7 +214,7 @@ def measure_step_seconds(
                 if turn:
                     found.append(statistics.median(b - a for a, b in pairwise(marks)))
                 bar.update()
-    return [min(found) for found in medians]
+    return medians
 
 
 def now(device: torch.device) -> float:

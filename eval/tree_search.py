@@ -61,7 +61,7 @@ def expected_tokens(prefixes: PrefixCounts, tree: Tree) -> float:
 
 @dataclass(frozen=True)
 class TreeChoice:
-    """One size of the search."""
+    """One size of the search: its tree, what it yields and what it costs."""
 
     tree: Tree
     expected_tokens: float
@@ -72,15 +72,15 @@ class TreeChoice:
         return self.expected_tokens / self.step_seconds
 
 
-def choose_tree(prefixes: PrefixCounts, trees: Sequence[Tree], step_seconds: Sequence[float]) -> list[TreeChoice]:
-    """Every candidate with its expected speed, the fastest first.
+def choose_tree(choices: Sequence[TreeChoice], noise: float) -> TreeChoice:
+    """The fastest choice; of those that the noise cannot tell from it, the one with the most tokens per step.
+
+    Tokens per step are counted, times are measured: where the times do not decide, the counts should.
 
     Args:
-        trees: candidates, e.g. `best_tree` of several sizes.
-        step_seconds: measured time of one whole step with each (`speed.measure_step_seconds`).
+        choices: one or more.
+        noise: relative error of their step times (`step_curve.StepTimes`).
     """
-    choices = [
-        TreeChoice(tree, expected_tokens(prefixes, tree), seconds)
-        for tree, seconds in zip(trees, step_seconds, strict=True)
-    ]
-    return sorted(choices, key=lambda choice: -choice.tokens_per_second)
+    fastest = max(choice.tokens_per_second for choice in choices)
+    close = [choice for choice in choices if choice.tokens_per_second * (1 + noise) >= fastest]
+    return max(close, key=lambda choice: (choice.expected_tokens, choice.tokens_per_second))

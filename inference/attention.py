@@ -48,7 +48,7 @@ def pass_inputs(backbone: Backbone, trees: Sequence[Tree], cache: TreeCache) -> 
     """What a pass over a tree per row needs beside its tokens: positions ``(B, N)`` and masks (see `pass_masks`).
 
     Args:
-        trees: a tree for each row, all of N nodes.
+        trees: a tree for each row; N is the size of the largest, and the nodes that others lack are padding.
     """
     depths, ancestors = batch_trees(trees, backbone.device)
     lengths = torch.tensor(cache.lengths, device=backbone.device)[:, None]
@@ -63,14 +63,18 @@ def pass_inputs(backbone: Backbone, trees: Sequence[Tree], cache: TreeCache) -> 
 def batch_trees(trees: Sequence[Tree], device: torch.device) -> tuple[Tensor, Tensor]:
     """Depths ``(B or 1, N)`` and ancestor masks ``(B or 1, N, N)`` of a tree per row (one if they are the same)."""
     distinct = trees[:1] if all(tree is trees[0] for tree in trees) else trees
-    depths, masks = zip(*(_tree_tensors(tree, device) for tree in distinct), strict=True)
+    nodes = max(tree.size for tree in distinct)
+    depths, masks = zip(*(_tree_tensors(tree, nodes, device) for tree in distinct), strict=True)
     return torch.stack(depths), torch.stack(masks)
 
 
 @lru_cache(maxsize=256)
-def _tree_tensors(tree: Tree, device: torch.device) -> tuple[Tensor, Tensor]:
+def _tree_tensors(tree: Tree, nodes: int, device: torch.device) -> tuple[Tensor, Tensor]:
     with torch.inference_mode(False):  # they outlive the call that made them
-        return tree.depths.to(device), tree.ancestor_mask.to(device)
+        padding = nodes - tree.size  # such a node stands at the root's place and sees only itself
+        depths = torch.nn.functional.pad(tree.depths, (0, padding))
+        mask = torch.block_diag(tree.ancestor_mask, torch.eye(padding, dtype=torch.bool))
+        return depths.to(device), mask.to(device)
 
 
 def pass_masks(backbone: Backbone, positions: Tensor, lengths: Tensor, ancestors: Tensor, visible: int) -> Masks:

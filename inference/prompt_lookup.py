@@ -43,9 +43,10 @@ class PromptLookupDrafter:
 
         def draft(context: Context) -> Draft:
             copies = find(context)
-            if copies is None:
-                return Draft([self._root] * len(context.texts), context.roots[:, None])
-            return Draft([self._chain] * len(context.texts), torch.cat([context.roots[:, None], copies], dim=1))
+            trees = [self._root if copy is None else self._chain for copy in copies]
+            if not any(copies):
+                return Draft(trees, context.roots[:, None])
+            return Draft(trees, torch.cat([context.roots[:, None], _filled(copies, context)], dim=1))
 
         return draft
 
@@ -60,15 +61,19 @@ class LookupFinder:
     def __init__(self, indices: Sequence[NgramIndex], num_tokens: int) -> None:
         self.indices, self.num_tokens = indices, num_tokens
 
-    def __call__(self, context: Context) -> Tensor | None:
-        """``(B, num_tokens)`` proposed tokens; None if no active row has any. Rows without repeat their root."""
+    def __call__(self, context: Context) -> list[list[int] | None]:
+        """Per row, ``num_tokens`` proposed tokens, or None."""
         copies: list[list[int] | None] = [None] * len(context.texts)
         for row in context.active:
             copies[row] = self.indices[row].continuation(context.texts[row], self.num_tokens)
-        if not any(copies):
-            return None
-        filled = [copy or [text[-1]] * self.num_tokens for copy, text in zip(copies, context.texts, strict=True)]
-        return torch.tensor(filled, device=context.roots.device)
+        return copies
+
+
+def _filled(copies: Sequence[list[int] | None], context: Context) -> Tensor:
+    """``(B, num_tokens)``; rows without a copy repeat their root, as padding."""
+    width = next(len(copy) for copy in copies if copy)
+    rows = [copy or [text[-1]] * width for copy, text in zip(copies, context.texts, strict=True)]
+    return torch.tensor(rows, device=context.roots.device)
 
 
 class NgramIndex:
@@ -118,11 +123,15 @@ class MedusaLookupDrafter:
 
         def draft(context: Context) -> Draft:
             heads, copies = self.medusa.draft(context), find(context)
-            if copies is None:
+            if not any(copies):
                 return heads
-            tokens = heads.tokens.new_empty(len(context.texts), self.tree.size)
-            tokens[:, self._heads_at] = heads.tokens
-            tokens[:, self._chain_at] = copies.to(tokens.device)
-            return Draft([self.tree] * len(context.texts), tokens)
+            # A row without a copy keeps the heads' tree, behind which the rest of the pass is padding.
+            phrases = _filled(copies, context).to(heads.tokens.device)
+            joined = torch.empty(len(copies), self.tree.size, dtype=torch.long, device=phrases.device)
+            joined[:, self._heads_at], joined[:, self._chain_at] = heads.tokens, phrases
+            apart = torch.cat([heads.tokens, phrases], dim=1)
+            found = torch.tensor([copy is not None for copy in copies], device=phrases.device)
+            trees = [self.medusa.tree if copy is None else self.tree for copy in copies]
+            return Draft(trees, torch.where(found[:, None], joined, apart))
 
         return draft

@@ -55,7 +55,8 @@ class Draft:
     """What a drafter proposes for one pass.
 
     Attributes:
-        trees: a tree per row, all of N nodes; the same object in every row where they do not differ.
+        trees: a tree per row, the same object in every row where they do not differ. The largest has N nodes; what a
+            smaller one lacks is padding, which is passed along and never verified.
         tokens: ``(B, N)`` token ids, the roots' first.
         probabilities: ``(B, N, V)`` fp32, at each node the distribution that its children were drawn from,
             independently of each other; None if the tokens were chosen, not drawn.
@@ -127,7 +128,7 @@ def verify_rejection(
     # A draw at every node in one call: the host waits once. Nodes of a depth share a number, but one path is taken.
     probabilities = sampling.probabilities(logits)
     ahead = [stream.ahead(tree.depth + 1)[tree.depths] for stream, tree in zip(chances, draft.trees, strict=True)]
-    draws = draw(probabilities, torch.stack(ahead).to(probabilities.device))
+    draws = draw(probabilities, torch.nn.utils.rnn.pad_sequence(ahead, batch_first=True).to(probabilities.device))
     drafted, wanted, broken = torch.stack([draft.tokens, draws, probabilities[..., 0].isnan()]).tolist()
     _refuse_nan(broken, rows)
     for row in rows:

@@ -7,12 +7,13 @@ that `transformers.TrainingArguments` defines keep their names.
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from medusa_train.inference.errors import UserError
 
@@ -164,6 +165,8 @@ class InferenceSection(_Section):
     compile: bool = False
     """Compile the step: a minute or more at first, then faster passes, for plain decoding alike."""
 
+    tree: list[list[int]] | None = None
+    """Rank paths, or the path of a tree.json, to use as they are; null chooses the tree by measurement."""
     tree_sizes: list[int] = Field([1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
     """Tokens per pass to try, root included."""
     max_rank: int = Field(10, ge=1)
@@ -171,7 +174,17 @@ class InferenceSection(_Section):
     step_time_steps: int = Field(6, ge=1)
     """Steps timed per tree and round."""
     step_time_rounds: int = Field(4, ge=1)
-    """Rounds over all trees."""
+    """Rounds over all trees; from two on, their spread says which sizes are as fast as each other."""
+
+    @field_validator("tree", mode="before", json_schema_input_type=list[list[int]] | str | None)
+    @classmethod
+    def _read_tree(cls, value: Any) -> Any:
+        """The paths in a file, so that the resolved recipe says which tree it was whatever becomes of the file."""
+        if not isinstance(value, str):
+            return value
+        from medusa_train.inference.tree import Tree  # torch: only for a recipe that needs it
+
+        return Tree.load(value).to_json()["paths"]
 
 
 class EvalSection(_Section):
@@ -197,6 +210,16 @@ class Recipe(_Section):
     output_dir: str
     """The run's folder."""
     seed: int = 0
+
+    @model_validator(mode="after")
+    def _check_tree(self) -> Recipe:
+        """Refuse a tree that the heads could not fill, before they are trained."""
+        if self.inference.tree is not None:
+            from medusa_train.inference.tree import Tree
+
+            columns = self.heads.draft_vocab_size or sys.maxsize
+            Tree.from_paths(self.inference.tree).check(self.heads.num_heads, columns)
+        return self
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:

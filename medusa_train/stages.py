@@ -28,7 +28,8 @@ from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.eval.evaluate import evaluate
 from medusa_train.eval.report import write_report
 from medusa_train.eval.speed import measure_step_seconds
-from medusa_train.eval.tree_search import best_tree, choose_tree, count_prefixes
+from medusa_train.eval.step_curve import fit_step_times
+from medusa_train.eval.tree_search import TreeChoice, best_tree, choose_tree, count_prefixes, expected_tokens
 from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone, load_backbone
@@ -38,6 +39,7 @@ from medusa_train.inference.files import write_json
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.step import Step
+from medusa_train.inference.tree import Tree
 from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
 from medusa_train.online import OnlineHeads
@@ -242,7 +244,10 @@ def _check_answers(longest: int, num_heads: int) -> None:
 
 
 def run_tree(job: Job) -> dict[str, Any]:
-    """Choose the tree from calibration ranks and measured step times; write it, and what adaptive drafting needs."""
+    """Choose the tree, unless the recipe gives it; write it, and what adaptive drafting needs.
+
+    Step times are measured either way, because adaptive drafting chooses among sizes while it decodes.
+    """
     section, folder = job.recipe.inference, job.folder
     stage = folder.begin("tree")
     model = job.medusa_model()
@@ -252,26 +257,47 @@ def run_tree(job: Job) -> dict[str, Any]:
     prefixes = count_prefixes(ranks.calibration(), max_rank)
     # One token per pass is always measured: it is what every tree is compared with.
     trees = {size: best_tree(prefixes, size) for size in sorted({1, *section.tree_sizes})}
-    candidates = list({tree.size: tree for tree in trees.values()}.values())
+    candidates = {tree.size: tree for tree in trees.values()}
+    given = Tree.from_paths(section.tree) if section.tree is not None else None
+    if given:
+        given.check(model.heads.config.num_heads, model.heads.config.projection_size)
+        candidates[given.size] = given
+    candidates = dict(sorted(candidates.items()))
     prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
-    seconds = measure_step_seconds(model, candidates, prompt, section.step_time_steps, section.step_time_rounds)
-    choices = choose_tree(prefixes, candidates, seconds)
+    rounds = measure_step_seconds(
+        model, list(candidates.values()), prompt, section.step_time_steps, section.step_time_rounds
+    )
+    times = fit_step_times(rounds)
+    # A tree from the recipe may use ranks that the search leaves out.
+    widest = max([max_rank, *(given.ranks_needed() if given else ())])
+    counted = prefixes if widest == max_rank else count_prefixes(ranks.calibration(), widest)
+    choices = {
+        size: TreeChoice(tree, expected_tokens(counted, tree), seconds)
+        for (size, tree), seconds in zip(candidates.items(), times.seconds, strict=True)
+    }
     offered = {trees[size].size for size in section.tree_sizes}
-    chosen = next(choice.tree for choice in choices if choice.tree.size in offered)
-    step_seconds = {tree.size: time for tree, time in zip(candidates, seconds, strict=True)}
-    largest = max(candidates, key=lambda tree: tree.size)
+    chosen = given or choose_tree([choices[size] for size in sorted(offered)], times.noise).tree
+    largest = max(trees.values(), key=lambda tree: tree.size)
+    step_seconds = {size: choice.step_seconds for size, choice in choices.items() if size <= largest.size}
     save_tree(folder.heads, chosen, Calibration(largest, fit_temperatures(model, shards), step_seconds))
     table = [
         {
-            "size": choice.tree.size,
+            "size": size,
             "expected_tokens_per_step": choice.expected_tokens,
             "step_ms": choice.step_seconds * 1000,
+            "measured_step_ms": min(found) * 1000,
             "expected_tokens_per_second": choice.tokens_per_second,
         }
-        for choice in sorted(choices, key=lambda choice: choice.tree.size)
+        for (size, choice), found in zip(choices.items(), rounds, strict=True)
     ]
     write_json(stage / "sizes.json", table)
-    return {"chosen_size": chosen.size, "sizes": table, "calibration_positions": prefixes.positions}
+    return {
+        "chosen_size": chosen.size,
+        "chosen_by": "recipe" if given else "expected tokens per second",
+        "step_time_noise": times.noise,
+        "sizes": table,
+        "calibration_positions": prefixes.positions,
+    }
 
 
 def run_eval(job: Job) -> dict[str, Any]:

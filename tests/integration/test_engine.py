@@ -445,6 +445,27 @@ def test_prompt_lookup_accepts_on_looping_text_and_changes_nothing_on_random_tex
         assert model.generate(rows, 30, eos_token_ids=(), drafter=drafter).new_tokens == truths
 
 
+@pytest.mark.parametrize("options", [{}, {"temperature": 0.7}, {"temperature": 0.7, "verifier": "typical"}])
+def test_a_row_without_a_copy_accepts_in_a_batch_what_it_accepts_alone(options):
+    # One token for ever: padding that repeats the root would be accepted if it were looked at.
+    backbone = make_llama()
+    for layer in backbone.model.layers:
+        layer.self_attn.o_proj.weight.data.zero_()
+        layer.mlp.down_proj.weight.data.zero_()
+    backbone.model.embed_tokens.weight.data.fill_(1.0)
+    backbone.lm_head.weight.data.zero_()[7] = 9.0
+    model = MedusaModel(backbone, random_heads(), Tree.root_only())
+    rows = [torch.tensor([7, 8, 9, 7, 8, 9, 7, 8]), torch.tensor([1, 2, 7])]
+    for drafter in (PromptLookupDrafter(4, 3, 3), MedusaLookupDrafter(model.drafter, PromptLookupDrafter(4, 3, 3))):
+        arguments = {"max_new_tokens": 12, "eos_token_ids": (), "drafter": drafter} | options
+        alone = Counter()
+        for row in rows:
+            alone += model.generate(row, **arguments).stats.histogram
+        batch = model.generate(rows, **arguments).stats
+        assert batch.histogram == alone
+        assert 1 < batch.tokens_per_step < 5
+
+
 @pytest.mark.parametrize("right", [0, 1])
 def test_of_two_branches_that_begin_alike_the_longer_true_one_is_accepted(llama, model, right):
     (prompt,), tree = prompts((5,)), Tree.from_paths([(0, 0, 0), (1, 0, 0)])

@@ -13,7 +13,8 @@ import medusa_train.data.distill
 import medusa_train.data.hidden_states
 from medusa_train.data.hidden_states import read_cache
 from medusa_train.eval.acceptance import replay, token_ranks
-from medusa_train.inference import MedusaModel, UserError
+from medusa_train.eval.tree_search import count_prefixes, expected_tokens
+from medusa_train.inference import MedusaModel, Tree, UserError
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.recipe import load_recipe
 from medusa_train.stages import STAGES, Job, run_stages
@@ -100,6 +101,26 @@ def test_replay_of_the_cache_predicts_what_decoding_measures(recipe_file):
     assert predicted.tokens_per_step == pytest.approx(measured.tokens_per_step, abs=0.05)
     assert sum((predicted.histogram - measured.histogram).values()) < 0.1 * measured.steps
     assert predicted.tokens_per_step > 1.2, "these heads learnt nothing, so the comparison says nothing"
+
+
+def test_a_tree_from_the_recipe_is_used_as_it_is(recipe_file):
+    paths = [[0], [1], [0, 3], [20], [21], [22], [23]]
+    job = run(recipe_file, f"inference.tree={paths}", stages=list(STAGES)[:5])
+    model, result = job.medusa_model(), job.folder.result("tree")["result"]
+    assert model.tree == Tree.from_paths(paths)
+    assert (result["chosen_size"], result["chosen_by"]) == (8, "recipe")
+    assert [row["size"] for row in result["sizes"]] == [1, 4, 8]
+    assert all(row["step_ms"] > 0 for row in result["sizes"])
+    # What the report expects of it counts the ranks that the search leaves out.
+    ranks = token_ranks(model, read_cache(job.folder.stage("cache") / "calibration"))
+    everywhere = expected_tokens(count_prefixes(ranks.calibration(), 128), model.tree)
+    assert result["sizes"][2]["expected_tokens_per_step"] == everywhere
+    # Adaptive drafting chooses among the measured sizes of its own superset.
+    assert sorted(model.calibration.step_seconds) == [1, 4]
+    out = model.generate(torch.tensor([1, 2, 3]), 8, drafter=model.adaptive_drafter())
+    assert out.new_tokens == model.generate(torch.tensor([1, 2, 3]), 8).new_tokens
+    report = run(recipe_file, f"inference.tree={paths}").folder.path / "report.html"
+    assert "tree of 8 tokens per pass (given in the recipe)" in report.read_text()
 
 
 class Killed(BaseException):

@@ -60,14 +60,14 @@ def test_the_longest_and_then_the_latest_occurrence_wins():
     assert NgramIndex(3, 1).continuation([4, 1, 5, 2, 5], 3) == [2, 5, 2]
 
 
-def test_rows_without_a_copy_repeat_their_root_and_none_at_all_costs_no_nodes():
+def test_rows_without_a_copy_are_padded_and_none_at_all_costs_no_nodes():
     drafting = PromptLookupDrafter(3, 2, 1).start([torch.tensor([1]), torch.tensor([1])], 9, [None, None])
     draft = drafting(context([[1, 2, 3], [4, 5, 6]]))
     assert draft.tokens.tolist() == [[3], [6]]
     assert draft.trees[0].size == 1
     draft = drafting(context([[1, 2, 3, 1], [4, 5, 6, 7]]))
     assert draft.tokens.tolist() == [[1, 2, 3, 1], [7, 7, 7, 7]]
-    assert draft.trees[0].paths == Tree.chain(3).paths
+    assert [tree.paths for tree in draft.trees] == [Tree.chain(3).paths, Tree.root_only().paths]
     assert draft.probabilities is None
 
 
@@ -93,16 +93,17 @@ def test_a_copied_phrase_is_one_more_branch_below_the_medusa_tree(tree):
     given_context = context(texts)
     drafting = both.start([torch.tensor(text) for text in texts], 9, [None, None])
     draft, heads = drafting(given_context), medusa.draft(given_context)
-    for row, phrase in enumerate([[3, 9, 1, 2], [3, 3, 3, 3]]):
+    assert draft.tokens.shape == (2, both.max_size)
+    for row, phrase in enumerate([[3, 9, 1, 2], None]):
         branches = {
             tuple(draft.tokens[row, node].item() for node in draft.trees[row].ancestors[leaf])
-            for leaf in range(both.max_size) if not draft.trees[row].children[leaf]
+            for leaf in range(1, draft.trees[row].size) if not draft.trees[row].children[leaf]
         }  # fmt: skip
         expected = {
             tuple(heads.tokens[row, node].item() for node in tree.ancestors[leaf])
             for leaf in range(tree.size) if not tree.children[leaf] and leaf
         }  # fmt: skip
-        assert branches == expected | {(texts[row][-1], *phrase)}
+        assert branches == expected | ({(texts[row][-1], *phrase)} if phrase else set())
     nothing = both.start([torch.tensor([1])], 9, [None])(context([[1, 2, 3]]))
     assert nothing.trees[0] is tree  # without a copy only the heads' tree is verified
 

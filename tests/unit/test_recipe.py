@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from pydantic import BaseModel
 
-from medusa_train.inference import UserError
+from medusa_train.inference import Tree, UserError
 from medusa_train.recipe import Recipe, load_recipe, to_yaml
 
 RECIPES = Path(str(files("medusa_train.recipes")))
@@ -131,6 +131,31 @@ def test_overrides_are_yaml_and_the_last_one_counts(minimal):
     assert recipe.data.prompts == "a=b.jsonl"
     assert recipe.seed == 4
     assert recipe.data.max_new_tokens == Recipe(output_dir="", backbone={"source": ""}).data.max_new_tokens
+
+
+def test_a_tree_is_given_as_paths_or_as_a_file_whose_paths_the_recipe_keeps(minimal, tmp_path):
+    assert load_recipe(minimal, ["inference.tree=[[0], [0, 0], [12]]"]).inference.tree == [[0], [0, 0], [12]]
+    file = tmp_path / "tree.json"
+    Tree.from_paths([[1], [0, 2]]).save(file)
+    recipe = load_recipe(minimal, [f"inference.tree={file}"])
+    file.unlink()
+    assert recipe.inference.tree == [[0], [1], [0, 2]]
+    assert "tree: null" in to_yaml(load_recipe(minimal))
+
+
+@pytest.mark.parametrize(
+    ("value", "told"),
+    [
+        ("[[0, 0, 0, 0]]", "it is 4 deep, but there are 3 heads"),
+        ("[[0], [0, 4096]]", "rank 4096 at depth 2, but head 2 has 4096 tokens"),
+        ("[[0, -1]]", "whole numbers from 0"),
+        ("[[0, x]]", "inference.tree.0.1"),
+        ("[0, 1]", "inference.tree.0"),
+        ("nowhere.json", "nowhere.json: no such file"),
+    ],
+)
+def test_a_tree_that_the_heads_could_not_fill_is_refused_before_any_work(minimal, value, told):
+    assert told in message_of(minimal, f"inference.tree={value}")
 
 
 @pytest.mark.parametrize("override", ["heads.num_heads", "=3", "output_dir.inner=3", "data.prompts=[1"])

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_train.eval.acceptance import Ranks, recall, replay
-from medusa_train.eval.tree_search import MISS, best_tree, choose_tree, count_prefixes, expected_tokens
+from medusa_train.eval.tree_search import MISS, TreeChoice, best_tree, choose_tree, count_prefixes, expected_tokens
 from medusa_train.inference import Tree
 
 rank = st.sampled_from([0, 1, 2, 3, MISS])
@@ -66,10 +66,22 @@ def test_ranks_beyond_the_bound_and_misses_end_a_path():
 def test_the_fastest_choice_is_not_the_most_accepting_one():
     prefixes = count_prefixes(torch.tensor([[0], [0], [1], [2]]), max_rank=3)
     trees = [best_tree(prefixes, size) for size in (1, 2, 4)]
-    choices = choose_tree(prefixes, trees, [1.0, 1.1, 3.0])
-    assert choices[0].tree.size == 2
-    assert choices[0].tokens_per_second == pytest.approx(1.5 / 1.1)
+    choices = [
+        TreeChoice(tree, expected_tokens(prefixes, tree), seconds)
+        for tree, seconds in zip(trees, [1.0, 1.1, 3.0], strict=True)
+    ]
+    chosen = choose_tree(choices, noise=0.0)
+    assert chosen.tree.size == 2
+    assert chosen.tokens_per_second == pytest.approx(1.5 / 1.1)
     assert max(choices, key=lambda choice: choice.expected_tokens).tree.size == 4
+
+
+def test_of_sizes_that_the_noise_cannot_tell_apart_the_most_accepting_one_is_chosen():
+    tree = Tree.root_only()  # choosing looks at the figures alone
+    choices = [TreeChoice(tree, tokens, seconds) for tokens, seconds in ((1.0, 1.0), (1.5, 1.2), (1.6, 1.29), (2, 3))]
+    assert [choose_tree(choices, noise).expected_tokens for noise in (0.0, 0.005, 0.02, 0.5, 1.0)] == [
+        1.5, 1.5, 1.6, 1.6, 2,
+    ]  # fmt: skip
 
 
 def ranks_of(answers):
