@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -102,7 +103,7 @@ def load_heads(source: str | Path) -> Checkpoint:
         UserError: a file is missing or damaged; the config and the tensors disagree; a tensor is missing, extra,
             empty or of another shape (named).
     """
-    folder = _folder(source)
+    folder = local_folder(source, [WEIGHTS, "*.json"])
     config, content = _read_config(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
@@ -144,7 +145,12 @@ def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _folder(source: str | Path) -> Path:
+def local_folder(source: str | Path, patterns: Sequence[str]) -> Path:
+    """A folder as it is, or a Hub repository's files of these patterns, downloaded.
+
+    Raises:
+        UserError: neither exists, or the Hub cannot be reached.
+    """
     folder = Path(source).expanduser()
     if folder.is_dir():
         return folder
@@ -155,7 +161,7 @@ def _folder(source: str | Path) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, allow_patterns=[WEIGHTS, "*.json"]))
+        return Path(snapshot_download(name, allow_patterns=list(patterns)))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"heads {name}: no such folder, and not to be had from the Hub ({reason})") from error
@@ -206,7 +212,7 @@ def _check_tensors(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path
         )
     expected = expected_shapes(config)
     if missing := sorted(expected.keys() - tensors.keys()):
-        raise UserError(f"{where}: tensor {missing[0]} is missing")
+        raise UserError(f"{where}: tensor {missing[0]} is missing (medusa-train import reads other layouts)")
     if extra := sorted(tensors.keys() - expected.keys()):
         raise UserError(f"{where}: tensor {extra[0]} does not belong to heads of this config")
     for name, shape in expected.items():

@@ -7,7 +7,7 @@ import os
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 import typer.core
@@ -236,6 +236,45 @@ def _serve_metrics(stats: Any, port: int) -> None:
         serve_metrics(stats, port)
     except OSError as error:
         raise UserError(f"--metrics-port {port}: {error.strerror}; choose another port") from error
+
+
+@app.command("export")
+def export_command(
+    heads: HeadsArgument,
+    out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    to: Annotated[str, typer.Option("--to", help="vllm, tgi or fasterdecoding.")],
+    backbone: Annotated[
+        str | None, typer.Option("--backbone", help="Name to write into the config, if the heads' own is not right.")
+    ] = None,
+    pad_vocabulary: Annotated[
+        bool, typer.Option("--pad-vocabulary", help="Carry a reduced draft vocabulary: the same drafts, larger files.")
+    ] = False,
+) -> None:
+    """Write heads as vLLM, TGI or FasterDecoding/Medusa load them."""
+    from medusa_train.eval.bench import check_name
+    from medusa_train.formats import NAMES, export_heads
+
+    check_name("--to", to, NAMES)
+    for line in export_heads(heads, out, cast(Any, to), backbone or "", pad_vocabulary):
+        typer.echo(line)
+    typer.echo(f"heads             {out}")
+
+
+@app.command("import")
+def import_command(
+    source: Annotated[str, typer.Argument(help="Folder or Hub repository of vLLM, TGI or FasterDecoding heads.")],
+    out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
+    backbone: Annotated[
+        str | None, typer.Option("--backbone", help="Whose heads these are; needed where they share its lm_head.")
+    ] = None,
+) -> None:
+    """Make a checkpoint of heads that another tool trained."""
+    from medusa_train.import_heads import import_heads
+    from medusa_train.inference.backbone import load_backbone
+
+    for line in import_heads(source, out, load_backbone(backbone) if backbone else None):
+        typer.echo(line)
+    typer.echo(f"heads             {out}")
 
 
 @app.command()

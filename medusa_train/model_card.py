@@ -38,7 +38,9 @@ output = model.generate(input_ids, max_new_tokens=256)
 ```
 {note}"""
 
-_REDUCED = "\nvLLM and TGI do not load a reduced draft vocabulary; for them, train with `heads.draft_vocab_size=0`.\n"
+_REDUCED = """
+vLLM and TGI do not load a reduced draft vocabulary: `medusa-train export --pad-vocabulary` gives them the same drafts.
+"""
 
 _HYDRA = "\nvLLM and TGI do not load hydra heads; for them, train with `heads.kind=medusa`.\n"
 
