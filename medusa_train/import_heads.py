@@ -97,7 +97,7 @@ def import_heads(source: str | Path, out: str | Path, backbone: Backbone | None 
     save_heads(out, heads, backbone)
     if backbone is None:
         written = json.loads((out / CONFIG).read_text(encoding="utf-8"))
-        write_json(out / CONFIG, written | {"base_model_name_or_path": str(content.get(_BASE) or "")})
+        write_json(out / CONFIG, written | {_BASE: str(content.get(_BASE) or "")})
     return notes
 
 
@@ -140,7 +140,7 @@ def _read_layout(tensors: dict[str, Tensor], folder: Path) -> _Layout:
                 ends[head] = int(match[2])
         elif key == "lm_head.weight" and found.shared is None:
             found.shared = tensor
-        elif key == "token_map" and not tensor.is_floating_point():
+        elif key == "token_map" and tensor.numel() and not tensor.is_floating_point():
             found.token_ids = tensor.long().flatten()
             continue
         elif key == "draft_token_ids":
@@ -190,6 +190,8 @@ def _projections(found: _Layout, content: dict[str, Any], folder: Path, backbone
                 f"{folder} has the layout with a shared lm_head (FasterDecoding v2, TGI v2): its heads have no "
                 "projection of their own; use --backbone, from which it is copied"
             )
+        if found.token_ids is not None and int(found.token_ids.max()) >= backbone.vocab_size:
+            raise UserError(f"{folder}: token_map names tokens that {backbone.source} does not have")
         one = backbone.projection_rows(found.token_ids).cpu()
     if given and (one is not None or content.get("original_lm_head")):
         raise UserError(

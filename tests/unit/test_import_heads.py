@@ -111,6 +111,14 @@ def test_vllms_token_map_is_a_draft_vocabulary(tmp_path, rows):
     assert torch.equal(heads.state_dict()["heads.2.1.weight"], TENSORS["2.1.weight"][ids])
 
 
+def test_a_token_map_takes_its_rows_of_a_shared_projection(tmp_path):
+    backbone, ids = Backbone.wrap(make_llama(), "b"), torch.tensor([5, 6, 7, 60])
+    heads = imported(write(tmp_path / "in", as_vllm(BLOCKS) | {"token_map": ids}), backbone).heads
+    assert torch.equal(heads.state_dict()["heads.2.1.weight"], LMHEAD[ids])
+    with pytest.raises(UserError, match="token_map names tokens that b does not have"):
+        import_heads(write(tmp_path / "x", BLOCKS | {"token_map": ids + 9}, vocab_size=99), tmp_path / "y", backbone)
+
+
 def test_layers_without_biases_get_zeros(tmp_path):
     tensors = {name: tensor for name, tensor in as_vllm(TENSORS).items() if not name.endswith("bias")}
     heads = imported(write(tmp_path / "in", tensors, medusa_fc_bias=False)).heads
