@@ -265,7 +265,7 @@ def import_command(
     source: Annotated[str, typer.Argument(help="Folder or Hub repository of vLLM, TGI or FasterDecoding heads.")],
     out: Annotated[Path, typer.Argument(help="Folder to write; new or empty.")],
     backbone: Annotated[
-        str | None, typer.Option("--backbone", help="Whose heads these are; needed where they share its lm_head.")
+        str | None, typer.Option("--backbone", help="Whose heads these are; checks and remembers it.")
     ] = None,
 ) -> None:
     """Make a checkpoint of heads that another tool trained."""

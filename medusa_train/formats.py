@@ -2,7 +2,8 @@
 
 One portable folder serves vLLM, Text Generation Inference and FasterDecoding/Medusa: the tensor names of the last one
 (``{head}.{layer}.linear.{weight,bias}`` and ``{head}.{layers}.weight``), biases always there, and a ``config.json``
-without ``architectures``, which would make TGI take it for a whole model. Engines differ in what they can carry, and
+without ``architectures``, which would make TGI take it for a whole model. Heads that share the backbone's projection
+leave theirs out; vLLM wants one copy of it, under the first head's name. Engines differ in what they can carry, and
 most load what they cannot carry without a word and then draft nonsense, so that is refused here.
 """
 
@@ -15,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from medusa_train.inference.backbone import load_backbone
 from medusa_train.inference.checkpoint import CONFIG, WEIGHTS, load_heads
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_atomically, write_json, write_tensors
@@ -49,7 +51,15 @@ def export_heads(
     config, base = heads.config, backbone or checkpoint.backbone_source
     if config.kind != "medusa":
         raise UserError(f"{source}: {name} has no {config.kind} heads; for serving, train with heads.kind=medusa")
-    if config.draft_vocab_size and not pad_vocabulary:
+    shared = config.lm_head == "shared"
+    if shared and engine == "fasterdecoding":
+        raise UserError(f"{source}: {name} gives every head a projection; train with heads.lm_head=own")
+    if shared and engine == "tgi" and config.num_layers > 1:
+        raise UserError(
+            f"{source}: the heads have {config.num_layers} layers, but {name} takes one where the lm_head is shared; "
+            "train with heads.num_layers=1"
+        )
+    if config.draft_vocab_size and not shared and not pad_vocabulary:
         raise UserError(
             f"{source}: the heads draft {config.draft_vocab_size} of {config.vocab_size} tokens, which {name} cannot "
             "load; train with heads.draft_vocab_size=0, or use --pad-vocabulary (the same drafts from larger files)"
@@ -65,6 +75,13 @@ def export_heads(
             "use --backbone with a Hub id or a folder"
         )
     tensors = portable_tensors(heads)
+    if shared and engine == "vllm":
+        # vLLM does not take the projection from its own backbone; without a copy it drafts nonsense.
+        if not base:
+            raise UserError(f"{source} does not name its backbone, whose projection {name} needs; use --backbone")
+        loaded = load_backbone(base, device="cpu")
+        loaded.check_probe(checkpoint.probe, str(source))
+        tensors[f"0.{config.num_layers}.weight"] = loaded.projection_rows()
     write_tensors(out / WEIGHTS, tensors, {"format": "pt"})
     if engine == "fasterdecoding":
         write_atomically(out / PICKLED_WEIGHTS, lambda temporary: torch.save(tensors, temporary))
@@ -73,10 +90,10 @@ def export_heads(
 
 
 def portable_tensors(heads: MedusaHeads) -> dict[str, Tensor]:
-    """FasterDecoding's names; projections over the whole vocabulary."""
+    """FasterDecoding's names; projections over the whole vocabulary, if the heads have some of their own."""
     config, tensors = heads.config, {}
     for name, tensor in heads.state_dict().items():
-        if name == "draft_token_ids":
+        if name == "draft_token_ids" or name.startswith("shared."):
             continue
         key = name.removeprefix("heads.")
         if config.draft_vocab_size and key.split(".")[1] == str(config.num_layers):
@@ -109,7 +126,7 @@ def portable_config(config: HeadsConfig, backbone: str) -> dict[str, Any]:
         "hidden_size": config.hidden_size,
         "vocab_size": config.vocab_size,
         "version": "2",
-    }
+    } | ({"original_lm_head": True} if config.lm_head == "shared" else {})
 
 
 def new_folder(out: str | Path) -> Path:

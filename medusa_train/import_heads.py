@@ -3,7 +3,8 @@
 Names that are read: ``{head}.{layer}.linear.{weight,bias}`` and ``{head}.{layers}.weight`` (FasterDecoding, TGI),
 ``blocks.{head}.layers.{layer}.{weight,bias}`` and ``lm_heads.{head}.weight`` (vLLM), with or without
 ``medusa_head.`` or ``medusa_heads.`` in front. Two layouts share these names: projections of each head's *own*
-(FasterDecoding v1, TGI v1) and the backbone's *shared* one (FasterDecoding v2, TGI v2), where the file leaves them out.
+(FasterDecoding v1, TGI v1) and the backbone's *shared* one (FasterDecoding v2, TGI v2), where the file leaves them out
+or, for vLLM, holds one copy.
 
 A folder comes from anywhere, so nothing but tensors is unpickled, no file is opened because another one names it, and
 sizes come from tensors that are there, never from a config.
@@ -31,6 +32,7 @@ from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 
+MOST_TOKENS = 1 << 24  # a config that asks for more would only fill the memory
 _BASE = "base_model_name_or_path"
 _BLOCK = re.compile(r"(?:(\d{1,3})\.(\d{1,3})\.linear|blocks\.(\d{1,3})\.layers\.(\d{1,3}))\.(weight|bias)")
 _PROJECTION = re.compile(r"(?:(\d{1,3})\.(\d{1,3})|lm_heads\.(\d{1,3}))\.weight")
@@ -47,7 +49,7 @@ def import_heads(source: str | Path, out: str | Path, backbone: Backbone | None 
     Args:
         source: a folder or Hub repository with vLLM's, TGI's or FasterDecoding's files.
         out: a folder that does not exist yet, or is empty.
-        backbone: whose heads these are; needed where they share its projection.
+        backbone: whose heads these are; needed where neither the tensors nor the config show its vocabulary.
 
     Returns:
         What was found to differ from what the source says of itself, a sentence each.
@@ -62,9 +64,9 @@ def import_heads(source: str | Path, out: str | Path, backbone: Backbone | None 
     found = _read_layout(_read_weights(folder), folder)
     notes = _compare(found, content, folder)
     ids = found.token_ids
-    projections = _projections(found, content, folder, backbone)
-    columns, hidden = projections[0].shape
-    vocab = _vocab_size(content, columns, folder) if ids is not None else columns
+    own = _projections(found, content, folder, backbone)
+    hidden = len(found.blocks[0, 0, "weight"]) if own is None else own[0].shape[1]
+    vocab = len(own[0]) if own and ids is None else _vocab_size(content, backbone, folder)
     if ids is not None and not (len(ids.unique()) == len(ids) and 0 <= int(ids.min()) <= int(ids.max()) < vocab):
         raise UserError(f"{folder}: token_map does not name {len(ids)} different tokens of a vocabulary of {vocab}")
     if backbone and (hidden, vocab) != (backbone.hidden_size, backbone.vocab_size):
@@ -75,16 +77,17 @@ def import_heads(source: str | Path, out: str | Path, backbone: Backbone | None 
     for what, holds in (("hidden_size", hidden), ("vocab_size", vocab)):
         if content.get(what, holds) != holds:
             raise UserError(f"{folder} holds heads of {what} {holds}, but {CONFIG} says {content[what]}; correct it")
-    config = HeadsConfig(len(projections), found.num_layers, hidden, vocab, len(ids) if ids is not None else 0)
+    config = HeadsConfig(
+        found.num_heads, found.num_layers, hidden, vocab, 0 if ids is None else len(ids),
+        lm_head="shared" if own is None else "own",
+    )  # fmt: skip
     with torch.device("meta"):  # shapes alone: the tensors themselves are taken over
         heads = MedusaHeads(config)
-    state: dict[str, Tensor] = {"draft_token_ids": torch.arange(columns) if ids is None else ids}
-    for head, projection in enumerate(projections):
-        for layer in range(found.num_layers):
-            weight = found.blocks[head, layer, "weight"]
-            bias = found.blocks.get((head, layer, "bias"))
-            state[f"heads.{head}.{layer}.linear.weight"] = weight
-            state[f"heads.{head}.{layer}.linear.bias"] = weight.new_zeros(hidden) if bias is None else bias
+    state: dict[str, Tensor] = {"draft_token_ids": torch.arange(vocab) if ids is None else ids}
+    for (head, layer, part), tensor in found.blocks.items():
+        state[f"heads.{head}.{layer}.linear.{part}"] = tensor
+        state.setdefault(f"heads.{head}.{layer}.linear.bias", tensor.new_zeros(hidden))  # where there are none
+    for head, projection in enumerate(own or ()):
         state[f"heads.{head}.{found.num_layers}.weight"] = projection
     for name, parameter in heads.state_dict().items():
         if state[name].shape != parameter.shape:
@@ -178,35 +181,32 @@ def _keep(kept: dict[Any, Tensor], key: object, tensor: Tensor, name: str, folde
     kept[key] = tensor
 
 
-def _projections(found: _Layout, content: dict[str, Any], folder: Path, backbone: Backbone | None) -> list[Tensor]:
-    """A projection for every head, whatever the layout."""
-    heads, given = range(found.num_heads), found.projections
-    one = found.shared
-    if content.get("original_lm_head") and one is None and list(given) == [0]:  # vLLM keeps the shared one there
+def _projections(
+    found: _Layout, content: dict[str, Any], folder: Path, backbone: Backbone | None
+) -> list[Tensor] | None:
+    """A projection for every head; None if all end in the backbone's, which is then not kept."""
+    given, one, ids = found.projections, found.shared, found.token_ids
+    if content.get("original_lm_head") and one is None and list(given) == [0]:  # vLLM keeps its copy there
         one, given = given[0], {}
-    if one is None and not given:
-        if backbone is None:
-            raise UserError(
-                f"{folder} has the layout with a shared lm_head (FasterDecoding v2, TGI v2): its heads have no "
-                "projection of their own; use --backbone, from which it is copied"
-            )
-        if found.token_ids is not None and int(found.token_ids.max()) >= backbone.vocab_size:
-            raise UserError(f"{folder}: token_map names tokens that {backbone.source} does not have")
-        one = backbone.projection_rows(found.token_ids).cpu()
     if given and (one is not None or content.get("original_lm_head")):
         raise UserError(
             f"{folder} says that its heads share one lm_head, but holds projections of their own "
             f"(head {', '.join(map(str, sorted(given)))}); correct original_lm_head in {CONFIG}"
         )
-    if one is None and (missing := [head for head in heads if head not in given]):
+    if one is None and not given:
+        return None
+    if missing := [head for head in range(found.num_heads) if one is None and head not in given]:
         raise UserError(
             f"{folder} has the layout with projections of each head's own (FasterDecoding v1, TGI v1), but head "
             f"{missing[0]} has none; the file is incomplete"
         )
-    rows = [given[head] if one is None else one.clone() for head in heads]
+    if one is not None and backbone is not None:
+        theirs = backbone.projection_rows().cpu()
+        if one.shape == theirs.shape and torch.equal(one.to(theirs), theirs):
+            return None
+    rows = [given[head] if one is None else one.clone() for head in range(found.num_heads)]
     if any(tensor.dim() != 2 for tensor in rows):
         raise UserError(f"{folder}: the projections are no matrices")
-    ids = found.token_ids
     if ids is not None and len(ids) < len(rows[0]) and int(ids.max()) < len(rows[0]):
         rows = [tensor[ids] for tensor in rows]  # as vLLM does when the file holds every row
     return rows
@@ -231,10 +231,16 @@ def _compare(found: _Layout, content: dict[str, Any], folder: Path) -> list[str]
     return notes
 
 
-def _vocab_size(content: dict[str, Any], columns: int, folder: Path) -> int:
-    size = content.get("vocab_size")
-    if not isinstance(size, int) or size < columns:
-        raise UserError(f"{folder / CONFIG}: with a token_map, vocab_size must be given, and at least {columns}")
+def _vocab_size(content: dict[str, Any], backbone: Backbone | None, folder: Path) -> int:
+    """The whole vocabulary, where no projection shows it."""
+    size = content.get("vocab_size", backbone.vocab_size if backbone else None)
+    if size is None:
+        raise UserError(
+            f"{folder} has a layout that does not show the vocabulary's size (a shared lm_head, as in FasterDecoding "
+            f"v2 and TGI v2, or a token_map), and {CONFIG} does not give it; use --backbone"
+        )
+    if not isinstance(size, int) or not 0 < size <= MOST_TOKENS:
+        raise UserError(f"{folder / CONFIG}: vocab_size {size!r} is no size of a vocabulary; correct it")
     return size
 
 

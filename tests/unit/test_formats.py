@@ -12,6 +12,7 @@ from torch.nn.functional import linear, silu
 
 from conftest import assert_refused, make_llama, random_heads
 from medusa_train.formats import export_heads, pad_projection
+from medusa_train.import_heads import import_heads
 from medusa_train.inference import HeadsConfig, MedusaHeads, UserError
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.checkpoint import load_heads, save_heads
@@ -153,6 +154,67 @@ def test_what_an_engine_cannot_carry_is_refused(saved, tmp_path, heads, engine, 
     folder = saved(heads(), source)
     with pytest.raises(UserError, match=re.escape(told)):
         export_heads(folder, tmp_path / "out", engine)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def shared(tmp_path):
+    """Heads that share the projection of a backbone on disk: (folder, heads with it, backbone)."""
+    make_llama().save_pretrained(tmp_path / "backbone")
+    backbone = Backbone.wrap(make_llama(), str(tmp_path / "backbone"))
+
+    def save(num_layers=1, ids=None):
+        draft = 0 if ids is None else len(ids)
+        heads = MedusaHeads(HeadsConfig(3, num_layers, 32, 64, draft, lm_head="shared"), ids)
+        for parameter in heads.parameters():
+            torch.nn.init.normal_(parameter, std=0.3)
+        heads.share_projection(backbone)
+        save_heads(tmp_path / "heads", heads.requires_grad_(False), backbone)
+        return tmp_path / "heads", heads, backbone
+
+    return save
+
+
+def test_a_shared_projection_goes_to_vllm_as_one_copy(shared, tmp_path):
+    folder, heads, backbone = shared(num_layers=2)
+    export_heads(folder, tmp_path / "out", "vllm")
+    tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["original_lm_head"] is True
+    assert torch.equal(tensors.pop("0.2.weight"), backbone.projection_rows())
+    names = {f"{head}.{layer}.linear.{part}" for head in range(3) for layer in (0, 1) for part in ("weight", "bias")}
+    assert set(tensors) == names
+    # What came out goes in again, as a copy or, where the backbone is there to compare, as its own.
+    import_heads(tmp_path / "out", tmp_path / "alone")
+    import_heads(tmp_path / "out", tmp_path / "beside", backbone)
+    alone, beside = load_heads(tmp_path / "alone").heads, load_heads(tmp_path / "beside").heads
+    assert (alone.config.lm_head, beside.config.lm_head) == ("own", "shared")
+    beside.share_projection(backbone)
+    hidden = torch.randn(5, 32)
+    for head in range(3):
+        assert torch.equal(alone(hidden, head), heads(hidden, head))
+        assert torch.equal(beside(hidden, head), heads(hidden, head))
+
+
+def test_a_shared_projection_goes_to_tgi_as_nothing(shared, tmp_path):
+    folder, heads, backbone = shared(ids=torch.tensor([1, 2, 3]))  # TGI drafts all that the backbone can say
+    export_heads(folder, tmp_path / "out", "tgi")
+    tensors = load_file(tmp_path / "out" / "medusa_lm_head.safetensors")
+    assert set(tensors) == {f"{head}.0.linear.{part}" for head in range(3) for part in ("weight", "bias")}
+    hidden = torch.randn(5, 32)
+    read = hidden + silu(linear(hidden, tensors["1.0.linear.weight"], tensors["1.0.linear.bias"]))
+    ours = heads(hidden, 1)
+    assert torch.allclose(linear(read, backbone.projection_rows())[:, [1, 2, 3]], ours, atol=1e-5)
+
+
+def test_shared_projections_that_an_engine_cannot_carry(shared, tmp_path):
+    folder, _, _ = shared(num_layers=2)
+    with pytest.raises(UserError, match=r"gives every head a projection; train with heads.lm_head=own"):
+        export_heads(folder, tmp_path / "out", "fasterdecoding")
+    with pytest.raises(UserError, match=r"2 layers, but TGI takes one where the lm_head is shared"):
+        export_heads(folder, tmp_path / "out", "tgi")
+    make_llama(seed=5).save_pretrained(tmp_path / "other")
+    with pytest.raises(UserError, match="trained on another backbone"):
+        export_heads(folder, tmp_path / "out", "vllm", str(tmp_path / "other"))
     assert not (tmp_path / "out").exists()
 
 

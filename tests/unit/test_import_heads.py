@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import shutil
 
 import pytest
 import torch
@@ -75,22 +76,33 @@ def test_the_original_config_names_little_and_fewer_heads_than_there_are(tmp_pat
     assert equal(load_heads(tmp_path / "out").heads, TENSORS)
 
 
-def test_the_layout_with_a_shared_projection_takes_it_from_the_backbone(tmp_path):
+def test_the_layout_with_a_shared_projection_stays_shared(tmp_path):
     backbone = Backbone.wrap(make_llama(), "org/backbone")
-    folder = write(tmp_path / "in", BLOCKS)
-    with pytest.raises(UserError, match=r"layout with a shared lm_head \(FasterDecoding v2, TGI v2\).*use --backbone"):
+    folder = write(tmp_path / "in", BLOCKS, vocab_size=None)
+    with pytest.raises(UserError, match=r"a shared lm_head, as in FasterDecoding v2 and TGI v2.*use --backbone"):
         import_heads(folder, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+    for source, given in ((folder, backbone), (write(tmp_path / "sized", BLOCKS), None)):
+        checkpoint = imported(source, given)
+        assert checkpoint.heads.config.lm_head == "shared"
+        assert equal(checkpoint.heads, BLOCKS)
+        shutil.rmtree(tmp_path / "imported")
     checkpoint = imported(folder, backbone)
-    assert equal(checkpoint.heads, BLOCKS | {f"{head}.1.weight": LMHEAD for head in range(3)})
     assert checkpoint.backbone_source == "org/backbone"
     assert checkpoint.probe == pytest.approx(backbone.probe)
-    with pytest.raises(UserError, match=r"vocabulary 64|hidden size 32"):
-        import_heads(write(tmp_path / "own", TENSORS), tmp_path / "x", Backbone.wrap(make_llama(vocab_size=96), "b"))
-    prompt = torch.tensor([1, 2, 3])
-    model = MedusaModel(backbone, checkpoint.heads)
-    plain = model.generate(prompt, 12, drafter=None).new_tokens
-    assert plain == MedusaModel(backbone, random_heads()).generate(prompt, 12).new_tokens
+    hidden = torch.randn(4, 32)
+    own = HEADS.state_dict() | {f"heads.{head}.1.weight": LMHEAD for head in range(3)}
+    theirs = random_heads()
+    theirs.load_state_dict(own)
+    for head in range(3):
+        assert torch.equal(MedusaModel(backbone, checkpoint.heads).heads(hidden, head), theirs(hidden, head))
+
+
+def test_heads_of_other_sizes_than_the_backbone_are_refused(tmp_path):
+    folder = write(tmp_path / "in", TENSORS)
+    for changes in ({"vocab_size": 96}, {"hidden_size": 64}):
+        with pytest.raises(UserError, match=r"hidden size 32 and vocabulary 64, b has"):
+            import_heads(folder, tmp_path / "x", Backbone.wrap(make_llama(**changes), "b"))
 
 
 @pytest.mark.parametrize("name", ["lm_heads.0.weight", "lm_head.weight"])
@@ -111,12 +123,11 @@ def test_vllms_token_map_is_a_draft_vocabulary(tmp_path, rows):
     assert torch.equal(heads.state_dict()["heads.2.1.weight"], TENSORS["2.1.weight"][ids])
 
 
-def test_a_token_map_takes_its_rows_of_a_shared_projection(tmp_path):
-    backbone, ids = Backbone.wrap(make_llama(), "b"), torch.tensor([5, 6, 7, 60])
-    heads = imported(write(tmp_path / "in", as_vllm(BLOCKS) | {"token_map": ids}), backbone).heads
-    assert torch.equal(heads.state_dict()["heads.2.1.weight"], LMHEAD[ids])
-    with pytest.raises(UserError, match="token_map names tokens that b does not have"):
-        import_heads(write(tmp_path / "x", BLOCKS | {"token_map": ids + 9}, vocab_size=99), tmp_path / "y", backbone)
+def test_a_token_map_goes_with_a_shared_projection(tmp_path):
+    ids = torch.tensor([5, 6, 7, 60])
+    heads = imported(write(tmp_path / "in", as_vllm(BLOCKS) | {"token_map": ids})).heads
+    assert (heads.config.lm_head, heads.config.draft_vocab_size) == ("shared", 4)
+    assert heads.draft_token_ids.tolist() == ids.tolist()
 
 
 def test_layers_without_biases_get_zeros(tmp_path):
@@ -140,6 +151,8 @@ def without(*names):
         (TENSORS, {"hidden_size": 4096}, "hidden_size 32, but config.json says 4096"),
         (TENSORS, {"vocab_size": 32001}, "vocab_size 64, but config.json says 32001"),
         (TENSORS, {"original_lm_head": True}, r"projections of their own \(head 0, 1, 2\)"),
+        (BLOCKS, {"vocab_size": 10**15}, "vocab_size 1000000000000000 is no size of a vocabulary"),
+        (BLOCKS, {"vocab_size": "64"}, "vocab_size '64' is no size of a vocabulary"),
         (without("1.1.weight"), {}, "projections of each head's own.*head 1 has none"),
         (without("1.0.linear.weight"), {}, "head 1 lacks its layer 0"),
         (without("1.0.linear.bias"), {}, "only 2 of 3 layers have a bias"),
