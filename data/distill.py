@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.chat import encode_conversation, render_prompt
 from medusa_train.data.generation import generate_batch
+from medusa_train.data.hidden_states import keep_states
 from medusa_train.data.prompts import load_conversations
 from medusa_train.data.rows import SPLITS, Prompt, Row, Split, append_jsonl, drop_torn_tail, read_rows, split_of
 from medusa_train.inference.backbone import Backbone
@@ -21,6 +24,7 @@ def distill(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     path: Path,
+    states_folder: Path,
     answer_tokens: int | None,
     max_new_tokens: int,
     batch_size: int,
@@ -30,7 +34,9 @@ def distill(
     """Append greedy answers to ``path`` until the prompts, or the wanted number of answer tokens, are used up.
 
     Token ids are stored as the model made them, so labels never depend on re-tokenizing text. Batches are fixed by
-    the prompts alone and each is appended in one write: a resumed run does the missing ones and repeats none.
+    the prompts alone. Each writes the hidden states of its answers to a file in ``states_folder`` (see `keep_states`),
+    then appends its rows in one write: a row never comes without its states. A resumed run answers the batches that
+    miss a row, as a whole and so exactly as an unbroken run, and appends only the missing rows.
 
     Args:
         answer_tokens: stop once this many have been written; None answers every prompt. Prompts of the calibration
@@ -58,15 +64,16 @@ def distill(
         tqdm.write(f"distill: {too_long} prompts that leave no room for {max_new_tokens} tokens were left out")
     written = 0
     with tqdm(total=len(waiting), desc="distill", unit="answer") as bar:
-        for start in range(0, len(waiting), batch_size):
+        for number, start in enumerate(range(0, len(waiting), batch_size)):
             if answer_tokens is not None and written >= answer_tokens:
                 break
             members = waiting[start : start + batch_size]
-            missing = [(ids, prompt) for ids, prompt in members if prompt.id not in done]
-            if missing:
-                rows = _answer(backbone, missing, splits, max_new_tokens)
-                append_jsonl(path, rows)
-                done |= {row.id: row for row in rows}
+            if any(prompt.id not in done for _, prompt in members):
+                rows, states = _answer(backbone, members, splits, max_new_tokens)
+                keep_states(states_folder / f"batch-{number:05d}.safetensors", rows, states)
+                missing = [row for row in rows if row.id not in done]
+                append_jsonl(path, missing)
+                done |= {row.id: row for row in missing}
             # Counted batch by batch, also what was there before: a resumed run stops where an unbroken one would.
             written += sum(done[prompt.id].learnt_tokens for _, prompt in members)
             bar.update(len(members))
@@ -80,10 +87,16 @@ def distill(
 
 def _answer(
     backbone: Backbone, batch: Sequence[tuple[list[int], Prompt]], splits: Mapping[str, Split], max_new_tokens: int
-) -> list[Row]:
+) -> tuple[list[Row], list[Tensor]]:
+    """Rows, and for each the hidden states that its answer's tokens were chosen from."""
     eos = backbone.eos_token_ids
-    answers = generate_batch(backbone, [ids for ids, _ in batch], max_new_tokens, eos)
-    return [
+    states: list[list[Tensor]] = [[] for _ in batch]
+
+    def keep(row: int, hidden: Tensor) -> None:
+        states[row].append(hidden)
+
+    answers = generate_batch(backbone, [ids for ids, _ in batch], max_new_tokens, eos, states=keep)
+    rows = [
         Row(
             id=prompt.id,
             split=splits[prompt.id],
@@ -94,6 +107,7 @@ def _answer(
         )
         for (ids, prompt), answer in zip(batch, answers, strict=True)
     ]
+    return rows, [torch.cat(pieces) for pieces in states]
 
 
 def take_conversations(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.decode import decode
+from medusa_train.inference.decode import StateSink, decode
 from medusa_train.inference.drafters import NoDrafter
 from medusa_train.inference.model import make_verifier
 from medusa_train.inference.stats import DecodeStats
@@ -23,8 +23,12 @@ def generate_batch(
     temperature: float = 0.0,
     top_k: int = 0,
     seed: int = 0,
+    states: StateSink | None = None,
 ) -> list[list[int]]:
-    """Continue every prompt, greedily at temperature 0; each one's new ids, up to and including its first end token."""
+    """Continue every prompt, greedily at temperature 0; each one's new ids, up to and including its first end token.
+
+    ``states`` gets the hidden states that they were chosen from.
+    """
     generator = torch.Generator(backbone.device).manual_seed(seed)
     generators = [generator] * len(prompts)
     verify = make_verifier(None, temperature, {"top_k": top_k}, generators, backbone.device)
@@ -37,6 +41,7 @@ def generate_batch(
         Stopping(max_new_tokens, eos_token_ids),
         DecodeStats(),
         generators=generators,
+        states=states,
     ):
         for answer, block in zip(answers, blocks, strict=True):
             answer += block.tokens

@@ -26,6 +26,8 @@ from medusa_train.inference.verify import Draft, Generators, NanLogitsError, Pro
 
 # (logits (B, N, V), draft, rows still generating, process) -> a verdict for each of these rows
 Verify = Callable[[Tensor, Draft, Sequence[int], Process | None], list[Verdict]]
+# (row, (m, hidden) last hidden states that the m tokens it just emitted were chosen from)
+StateSink = Callable[[int, Tensor], None]
 
 
 @torch.inference_mode()  # torch wraps a generator step by step, so the mode does not leak to the caller
@@ -38,6 +40,7 @@ def decode(
     stats: DecodeStats,
     processors: Sequence[LogitsProcessor] = (),
     generators: Generators | None = None,
+    states: StateSink | None = None,
 ) -> Iterator[list[Block]]:
     """Generate after each prompt, a block per row at a time; ends when every row has ended.
 
@@ -47,6 +50,7 @@ def decode(
         stats: filled as blocks are emitted.
         processors: change a row's logits given its text, at every node that is visited.
         generators: one per row, for drafters that draw.
+        states: called for each row that emits, before its block is yielded.
 
     Raises:
         UserError: a prompt is empty or already fills the model's context, or logits are NaN (the step is named).
@@ -75,6 +79,9 @@ def decode(
     active: list[int] = list(range(len(rows)))
     verdicts = checked(backbone.logits(hidden)[:, None], first, active, 0)
     blocks = [rows[row].take(verdict.tokens, 0, 0) for row, verdict in zip(active, verdicts, strict=True)]
+    if states is not None:
+        for row in active:
+            states(row, hidden[row : row + 1])
     draft_next = drafter.start(prompts, max(row.room for row in rows) + 1, generators)
     stats.prefill_tokens += len(rows)
     stats.prefill_seconds += time.perf_counter() - clock
@@ -100,6 +107,8 @@ def decode(
         for row, verdict in zip(active, verdicts, strict=True):
             accepted[row], last[row] = len(verdict.path) - 1, verdict.path[-1]
             blocks[row] = rows[row].take(verdict.tokens, accepted[row], passes)
+            if states is not None:
+                states(row, node_hidden[row, list(verdict.path[: len(blocks[row].tokens)])])
             stats.histogram[len(blocks[row].tokens)] += 1
             if rows[row].finish_reason is None:
                 paths[row] = verdict.path

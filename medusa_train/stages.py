@@ -6,6 +6,7 @@ stage is left alone, an interrupted one goes on.
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from functools import cached_property
@@ -19,7 +20,7 @@ from transformers import PreTrainedTokenizerBase, TrainerState, set_seed
 from medusa_train.data.chat import load_chat_tokenizer
 from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
 from medusa_train.data.distill import distill, take_conversations
-from medusa_train.data.hidden_states import Shard, read_cache, write_cache
+from medusa_train.data.hidden_states import KeptStates, Shard, read_cache, write_cache
 from medusa_train.data.packing import PackedRows, answer_tokens, check_packing
 from medusa_train.data.prompts import load_prompts, synthesize_prompts
 from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, read_prompts, read_rows
@@ -107,9 +108,10 @@ def run_prompts(job: Job) -> dict[str, Any]:
 
 
 def run_distill(job: Job) -> dict[str, Any]:
-    """Write ``distill/rows.jsonl``."""
+    """Write ``distill/rows.jsonl``, and ``distill/states/`` for the cache."""
     data, folder = job.recipe.data, job.folder
-    path = folder.begin("distill") / "rows.jsonl"
+    stage = folder.begin("distill")
+    path = stage / "rows.jsonl"
     if data.conversations:
         take_conversations(
             job.tokenizer, data.conversations, data.prompts_split, path, data.max_length,
@@ -119,7 +121,8 @@ def run_distill(job: Job) -> dict[str, Any]:
         tokenizer = job.tokenizer
         distill(
             job.backbone, tokenizer, read_prompts(folder.stage("prompts") / "prompts.jsonl"), path,
-            data.answer_tokens, data.max_new_tokens, data.batch_size, data.calibration_share, data.heldout_share,
+            stage / "states", data.answer_tokens, data.max_new_tokens, data.batch_size,
+            data.calibration_share, data.heldout_share,
         )  # fmt: skip
     rows = read_rows(path)
     return {
@@ -131,13 +134,19 @@ def run_distill(job: Job) -> dict[str, Any]:
 
 
 def run_cache(job: Job) -> dict[str, Any]:
-    """Write ``cache/<split>/shard-*.safetensors``; online training needs none of its own rows."""
-    folder = job.folder.begin("cache")
+    """Write ``cache/<split>/shard-*.safetensors``; takes over what distillation kept, and removes it there.
+
+    Online training needs no hidden states of its own rows.
+    """
+    folder, states = job.folder.begin("cache"), job.folder.stage("distill") / "states"
+    kept = KeptStates(states)
     splits = [split for split in SPLITS if split != "train" or job.recipe.training.mode == "cached"]
     for split in splits:
         write_cache(
-            job.backbone, job.rows(split), folder / split, job.recipe.data.cache_batch_tokens, ROWS_PER_SHARD, split
-        )
+            job.backbone, job.rows(split), kept, folder / split, job.recipe.data.cache_batch_tokens, ROWS_PER_SHARD,
+            split,
+        )  # fmt: skip
+    shutil.rmtree(states, ignore_errors=True)  # twice the disk is used until here, and not for longer
     positions = {split: sum(len(shard.tokens) for shard in read_cache(folder / split)) for split in splits}
     return positions | {"backbone_probe": list(job.backbone.probe)}
 

@@ -2,16 +2,20 @@
 
 import json
 import re
+from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
 from medusa_train.data import distill as distill_module
+from medusa_train.data import hidden_states as hidden_states_module
 from medusa_train.data import prompts as prompts_module
 from medusa_train.data.chat import load_chat_tokenizer, render_prompt
 from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.distill import distill, take_conversations
-from medusa_train.data.hidden_states import hidden_states_of, read_cache, write_cache
+from medusa_train.data.hidden_states import KeptStates, hidden_states_of, keep_states, read_cache, write_cache
 from medusa_train.data.prompts import normalized, synthesize_prompts
 from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
 from medusa_train.inference import UserError, load_backbone
@@ -41,8 +45,15 @@ def tokenizer(tiny_chat_folder):
 
 
 def run_distill(backbone, tokenizer, path, prompts=PROMPTS, answer_tokens=None, max_new_tokens=8):
-    distill(backbone, tokenizer, prompts, path, answer_tokens, max_new_tokens, batch_size=4, **SHARES)
+    states = path.with_suffix(".states")
+    distill(backbone, tokenizer, prompts, path, states, answer_tokens, max_new_tokens, batch_size=4, **SHARES)
     return read_rows(path)
+
+
+def run_cache(backbone, rows, folder, batch_tokens=1000, rows_per_shard=2, states="none"):
+    kept = KeptStates(folder.with_name(states))
+    write_cache(backbone, rows, kept, folder, batch_tokens, rows_per_shard, name="test")
+    return read_cache(folder)
 
 
 def row(input_ids, spans, name="row"):
@@ -94,8 +105,7 @@ def test_hidden_states_of_a_batch_are_those_of_its_rows_alone(backbone):
 @pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
 def test_the_cache_keeps_the_state_before_every_learnt_token(backbone, tmp_path, batch_tokens):
     rows = random_rows(5, backbone.vocab_size)
-    write_cache(backbone, rows, tmp_path, batch_tokens, rows_per_shard=2, name="test")
-    shards = read_cache(tmp_path)
+    shards = run_cache(backbone, rows, tmp_path, batch_tokens)
     assert len(shards) == 3
     for number, shard in enumerate(shards):
         entry = 0
@@ -117,9 +127,9 @@ def test_the_cache_keeps_the_state_before_every_learnt_token(backbone, tmp_path,
 
 def test_head_k_at_position_t_learns_the_token_at_t_plus_k_plus_1(backbone, tmp_path):
     ids, (start, end) = list(range(100, 130)), (10, 28)
-    write_cache(backbone, [row(ids, [(start, end)])], tmp_path, 1000, rows_per_shard=1, name="test")
+    shards = run_cache(backbone, [row(ids, [(start, end)])], tmp_path)
     states = states_alone(backbone, ids)
-    dataset = HeadsDataset(read_cache(tmp_path), num_heads=3)
+    dataset = HeadsDataset(shards, num_heads=3)
     assert len(dataset) == end - start - 1
     for index, t in enumerate(range(start - 1, end - 2)):
         sample = dataset[index]
@@ -134,7 +144,8 @@ def test_a_resumed_cache_keeps_whole_shards_and_makes_the_missing_one(backbone, 
     rows = random_rows(5, backbone.vocab_size)
 
     def content():
-        write_cache(backbone, rows, tmp_path, 40, rows_per_shard=2, name="test")
+        with suppress(SafetensorError):  # of the shard that is no shard
+            run_cache(backbone, rows, tmp_path, 40)
         return {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
 
     whole = content()
@@ -152,13 +163,103 @@ def test_a_kill_while_a_shard_is_written_leaves_none_behind(backbone, tmp_path, 
     with monkeypatch.context() as patched:
         patched.setattr("os.fsync", interrupted)
         with pytest.raises(KeyboardInterrupt):
-            write_cache(backbone, random_rows(1, 64), tmp_path, 40, rows_per_shard=2, name="test")
+            run_cache(backbone, random_rows(1, 64), tmp_path)
     assert list(tmp_path.iterdir()) == []
     with pytest.raises(UserError, match="holds no hidden states"):
         read_cache(tmp_path)
 
 
 # Distillation
+
+
+def test_distilling_keeps_the_states_that_reading_the_rows_would_give(backbone, tokenizer, tmp_path, monkeypatch):
+    kept = {}
+    monkeypatch.setattr(
+        distill_module,
+        "keep_states",
+        lambda path, rows, states: kept.update(zip([r.id for r in rows], states, strict=True)),
+    )
+    rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl", max_new_tokens=20)
+    assert len({row.learnt_tokens for row in rows}) > 5, "rows of a batch should end at different times"
+    for row in rows:
+        ((start, end),) = row.spans
+        states = states_alone(backbone, row.input_ids)[start - 1 : end - 1]
+        assert kept[row.id].dtype == torch.float32
+        torch.testing.assert_close(kept[row.id], states, rtol=0, atol=1e-5)
+
+
+def shard_bytes(folder):
+    return [path.read_bytes() for path in sorted(folder.iterdir())]
+
+
+def test_a_cache_of_kept_states_is_that_of_the_rows_and_computes_nothing(backbone, tokenizer, tmp_path, monkeypatch):
+    rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
+    computed = run_cache(backbone, rows, tmp_path / "computed")
+    monkeypatch.setattr(hidden_states_module, "hidden_states_of", None)
+    arranged = run_cache(backbone, rows, tmp_path / "arranged", states="rows.states")
+    for ours, theirs in zip(arranged, computed, strict=True):
+        torch.testing.assert_close(ours.hidden.float(), theirs.hidden.float(), **BF16)
+        assert torch.equal(ours.tokens, theirs.tokens)
+        assert torch.equal(ours.ends, theirs.ends)
+
+
+class Killed(BaseException):
+    """Stands for a kill: nothing in the code under test may catch it."""
+
+
+@pytest.mark.parametrize("batch", [0, 1, 3])
+@pytest.mark.parametrize("where", ["before the states", "before the rows", "within a row", "behind a row"])
+def test_rows_and_states_stay_in_step_after_a_kill(backbone, tokenizer, tmp_path, monkeypatch, batch, where):
+    path = tmp_path / "rows.jsonl"
+    unbroken = run_distill(backbone, tokenizer, path)
+    run_cache(backbone, unbroken, tmp_path / "unbroken", states="rows.states")
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.unlink()
+    for file in path.with_suffix(".states").iterdir():
+        file.unlink()
+
+    original, calls = distill_module.append_jsonl, iter(range(batch))
+
+    def killed(*arguments):
+        if next(calls, None) is None:
+            raise Killed
+        return original(*arguments)
+
+    with monkeypatch.context() as patched:
+        name = "keep_states" if where == "before the states" else "append_jsonl"
+        original = getattr(distill_module, name)
+        patched.setattr(distill_module, name, killed)
+        with pytest.raises(Killed):
+            run_distill(backbone, tokenizer, path)
+    if where == "within a row":
+        with path.open("ab") as file:
+            file.write(lines[4 * batch][:30])
+    if where == "behind a row":
+        with path.open("ab") as file:
+            file.write(lines[4 * batch])
+    assert run_distill(backbone, tokenizer, path) == unbroken
+    assert path.read_bytes() == b"".join(lines)
+    monkeypatch.setattr(hidden_states_module, "hidden_states_of", None)  # no row without states
+    run_cache(backbone, unbroken, tmp_path / "resumed", states="rows.states")
+    assert shard_bytes(tmp_path / "resumed") == shard_bytes(tmp_path / "unbroken")
+
+
+@pytest.mark.parametrize("loss", ["missing", "torn", "of other tokens"])
+def test_lost_states_are_computed_again(backbone, tokenizer, tmp_path, loss):
+    rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
+    computed = run_cache(backbone, rows, tmp_path / "computed")
+    file = tmp_path / "rows.states" / "batch-00001.safetensors"
+    if loss == "missing":
+        file.unlink()
+    elif loss == "torn":
+        file.write_bytes(file.read_bytes()[:-1])
+    else:
+        others = [replace(row, input_ids=[*row.input_ids[:-1], 5]) for row in rows[4:8]]
+        keep_states(file, others, [torch.zeros(row.learnt_tokens, backbone.hidden_size) for row in others])
+    arranged = run_cache(backbone, rows, tmp_path / "arranged", states="rows.states")
+    for ours, theirs in zip(arranged, computed, strict=True):
+        torch.testing.assert_close(ours.hidden.float(), theirs.hidden.float(), **BF16)
+        assert torch.equal(ours.tokens, theirs.tokens)
 
 
 def test_answers_are_the_models_own_greedy_tokens(backbone, tokenizer, tmp_path):
