@@ -52,7 +52,7 @@ def keep_states(path: Path, rows: Sequence[Row], states: Sequence[Tensor]) -> No
     """
     tensors = {}
     for row, hidden in zip(rows, states, strict=True):
-        tensors[f"{row.id}.hidden"] = hidden.to("cpu", torch.bfloat16)
+        tensors[f"{row.id}.hidden"] = hidden.to("cpu", CACHE_DTYPE)
         tensors[f"{row.id}.tokens"] = _learnt(row)
     write_tensors(path, tensors)
 

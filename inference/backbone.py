@@ -30,6 +30,7 @@ from transformers import (
 
 from medusa_train.inference.cpu_linear import can_pack, pack_linears
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.gguf_copy import load_through_copy
 from medusa_train.inference.grouped_attention import group_attention
 
 PROBE_SIZE = 32  # numbers kept to recognise a backbone
@@ -270,9 +271,15 @@ def resolve_source(source: str) -> tuple[str, str | None]:
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer that comes with a backbone (same sources as `load_backbone`)."""
     location, gguf_file = resolve_source(source)
-    options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    load = AutoTokenizer.from_pretrained
     try:
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(location, **options)
+        if gguf_file:
+            gguf = Path(location) / gguf_file
+            tokenizer: PreTrainedTokenizerBase = load_through_copy(
+                gguf, "tokenizer", load, lambda: load(location, gguf_file=gguf_file)
+            )
+        else:
+            tokenizer = load(location)
     except (OSError, ValueError) as error:
         raise UserError(_load_failure(source, "tokenizer", error)) from error
     return tokenizer
@@ -300,17 +307,16 @@ def load_backbone(
     location, gguf_file = resolve_source(source)
     device = resolve_device(device)
     options: dict[str, Any] = {"dtype": resolve_dtype(dtype, device), "trust_remote_code": trust_remote_code}
-    if gguf_file:
-        # Without dequantize, transformers 5.24 keeps packed weights, and heads could not copy the lm_head.
-        options |= {"gguf_file": gguf_file, "quantization_config": GgufConfig(dequantize=True)}
-    elif quantization:
+    if quantization and not gguf_file:
         options |= {"quantization_config": _bitsandbytes(quantization), "device_map": {"": device}}
     try:
         if not gguf_file:
             config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code)
             if config.is_encoder_decoder:
                 raise UserError(f"backbone {source} is an encoder-decoder model; Medusa needs a decoder-only one")
-        model = AutoModelForCausalLM.from_pretrained(location, **options)
+            model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(location, **options)
+        else:
+            model = _load_gguf(Path(location) / gguf_file, options)
     except (OSError, ValueError, ImportError) as error:
         raise UserError(_load_failure(source, "model", error)) from error
     if not quantization:
@@ -321,6 +327,16 @@ def load_backbone(
     if device == "cpu" and not quantization and can_pack(options["dtype"]):
         pack_linears(model)
     return Backbone.wrap(model, source)
+
+
+def _load_gguf(gguf: Path, options: dict[str, Any]) -> PreTrainedModel:
+    # Without dequantize, transformers 5.24 keeps packed weights, and heads could not copy the lm_head.
+    dequantized = {"gguf_file": gguf.name, "quantization_config": GgufConfig(dequantize=True)}
+    load = AutoModelForCausalLM.from_pretrained
+    name = str(options["dtype"]).removeprefix("torch.")
+    return load_through_copy(
+        gguf, name, lambda folder: load(folder, **options), lambda: load(gguf.parent, **dequantized, **options)
+    )
 
 
 def _bitsandbytes(quantization: str) -> Any:
