@@ -31,7 +31,7 @@ def generate_batch(
     """
     generator = torch.Generator(backbone.device).manual_seed(seed)
     generators = [generator] * len(prompts)
-    verify = make_verifier(None, temperature, {"top_k": top_k}, generators, backbone.device)
+    verify = make_verifier(None, temperature, {"top_k": top_k})
     answers: list[list[int]] = [[] for _ in prompts]
     for blocks in decode(
         Step(backbone),

@@ -28,6 +28,7 @@ from medusa_train.inference.decode import Verify, decode
 from medusa_train.inference.drafters import Context, Drafter, Drafting, MedusaDrafter, NoDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.sampling import Chances
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Stopping
@@ -183,8 +184,10 @@ def force_accepted(tree: Tree, deck: Sequence[int]) -> Verify:
     cards = iter(deck)
     chain = [tree.paths.index((0,) * length) for length in range(tree.depth + 1)]
 
-    def verify(logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None = None) -> list[Verdict]:
-        verdicts = verify_greedy(logits, draft, rows, process)
+    def verify(
+        logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None, chances: Sequence[Chances]
+    ) -> list[Verdict]:
+        verdicts = verify_greedy(logits, draft, rows, process, chances)
         forced = []
         for row, verdict in zip(rows, verdicts, strict=True):
             # Prefill verifies a root alone, and so does plain decoding: neither has a draft to accept.
@@ -207,9 +210,11 @@ def part_seconds(
     def mark() -> None:
         marks.append(now(step.backbone.device))
 
-    def marked(logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None = None) -> list[Verdict]:
+    def marked(
+        logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None, chances: Sequence[Chances]
+    ) -> list[Verdict]:
         mark()
-        verdicts = verify(logits, draft, rows, process)
+        verdicts = verify(logits, draft, rows, process, chances)
         mark()
         return verdicts
 

@@ -3,6 +3,11 @@
 One loop serves every drafter and verifier and any number of rows; plain decoding is the same loop with a drafter that
 proposes nothing, so that the baseline of a speedup runs the same code. The state between steps is small: the committed
 cache, each row's root token (already emitted, not yet in the cache) and the hidden state that it was chosen from.
+
+A row that ends leaves the batch at once: the last one moves into its place, which copies one row's keys and values and
+so costs about what that row's share of one pass costs. Waiting rows do not take free places (continuous batching): a
+pass costs by its rows, so no row's share would be saved, only some reading of weights in passes with few rows. Compiled
+steps keep ended rows, since every number of rows would be a graph of its own.
 """
 
 from __future__ import annotations
@@ -17,16 +22,16 @@ from torch import Tensor
 from medusa_train.inference.attention import read_prompts
 from medusa_train.inference.drafters import Context, Drafter
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.sampling import LogitsProcessor, apply_processors
+from medusa_train.inference.sampling import Chances, LogitsProcessor, apply_processors
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Block, Row, Stopping
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators, NanLogitsError, Process, Verdict
 
-# (logits (B, N, V), draft, rows still generating, process) -> a verdict for each of these rows
-Verify = Callable[[Tensor, Draft, Sequence[int], Process | None], list[Verdict]]
-# (row, (m, hidden) last hidden states that the m tokens it just emitted were chosen from)
+# (logits (B, N, V), draft, rows still generating, process, chances per row) -> a verdict for each of these rows
+Verify = Callable[[Tensor, Draft, Sequence[int], Process | None, Sequence[Chances]], list[Verdict]]
+# (number of a row, (m, hidden) last hidden states that the m tokens it just emitted were chosen from)
 StateSink = Callable[[int, Tensor], None]
 
 
@@ -49,7 +54,7 @@ def decode(
         prompts: ``(T_b,)`` token ids of each row, T_b >= 1.
         stats: filled as blocks are emitted.
         processors: change a row's logits given its text, at every node that is visited.
-        generators: one per row, for drafters that draw.
+        generators: one per row, for verifiers and drafters that draw.
         states: called for each row that emits, before its block is yielded.
 
     Raises:
@@ -57,16 +62,18 @@ def decode(
     """
     backbone = step.backbone
     rows = [Row(prompt.tolist(), stopping, backbone.max_positions) for prompt in prompts]
+    numbers = list(range(len(rows)))  # which prompt's row stands where
     if stopping.max_new_tokens < 1:
         return
     generators = [None] * len(rows) if generators is None else generators
     room = max(row.prompt_length + row.room for row in rows)
     cache = step.new_cache(drafter.max_size, room)
-    process = partial(_process, rows, processors) if processors else None
+    chances = [Chances(generator, backbone.device) for generator in generators]
 
     def checked(logits: Tensor, draft: Draft, active: Sequence[int], number: int) -> list[Verdict]:
+        process = partial(_process, rows, processors) if processors else None
         try:
-            return verify(logits, draft, active, process)
+            return verify(logits, draft, active, process, chances)
         except NanLogitsError as error:
             where = f"step {number}" if number else "the prompt"
             raise UserError(f"{error} at {where}; check the backbone's dtype and weights") from error
@@ -76,7 +83,7 @@ def decode(
     # Prefill verifies a tree without a root: its verdicts are the first tokens.
     roots = torch.zeros(len(rows), 1, dtype=torch.long, device=backbone.device)
     first = Draft([Tree.root_only()] * len(rows), roots)
-    active: list[int] = list(range(len(rows)))
+    active = numbers
     verdicts = checked(backbone.logits(hidden)[:, None], first, active, 0)
     blocks = [rows[row].take(verdict.tokens, 0, 0) for row, verdict in zip(active, verdicts, strict=True)]
     if states is not None:
@@ -87,11 +94,17 @@ def decode(
     stats.prefill_seconds += time.perf_counter() - clock
     yield blocks
     accepted, passes = [0] * len(rows), 0
-    while active := [row for row in active if rows[row].finish_reason is None]:
+    while active := [place for place, row in enumerate(rows) if row.finish_reason is None]:
         marks = [time.perf_counter()]
+        if len(active) < len(rows) and not step.compiled:
+            places = _close_gaps(active)
+            cache.keep(places)
+            rows, numbers = [rows[place] for place in places], [numbers[place] for place in places]
+            chances, accepted = [chances[place] for place in places], [accepted[place] for place in places]
+            hidden, active = hidden[places], list(range(len(rows)))
         texts = [row.text for row in rows]
         roots = torch.tensor([text[-1] for text in texts], device=backbone.device)
-        draft = draft_next(Context(texts, hidden, roots, active, accepted))
+        draft = draft_next(Context(texts, hidden, roots, active, accepted, numbers))
         marks.append(time.perf_counter())
         node_hidden, logits = step(draft.tokens.to(backbone.device), draft.trees, cache)
         marks.append(time.perf_counter())
@@ -103,13 +116,13 @@ def decode(
         stats.pass_sizes[stats.last_pass_size] += 1
         paths: list[tuple[int, ...]] = [()] * len(rows)
         last = [0] * len(rows)
-        blocks = [Block((), 0, None)] * len(rows)
+        blocks = [Block((), 0, None)] * len(prompts)
         for row, verdict in zip(active, verdicts, strict=True):
             accepted[row], last[row] = len(verdict.path) - 1, verdict.path[-1]
-            blocks[row] = rows[row].take(verdict.tokens, accepted[row], passes)
+            block = blocks[numbers[row]] = rows[row].take(verdict.tokens, accepted[row], passes)
             if states is not None:
-                states(row, node_hidden[row, list(verdict.path[: len(blocks[row].tokens)])])
-            stats.histogram[len(blocks[row].tokens)] += 1
+                states(numbers[row], node_hidden[row, list(verdict.path[: len(block.tokens)])])
+            stats.histogram[len(block.tokens)] += 1
             if rows[row].finish_reason is None:
                 paths[row] = verdict.path
         cache.commit(paths, stats.last_pass_size)
@@ -118,6 +131,13 @@ def decode(
         for name, start, end in zip(("draft", "forward", "verify", "commit"), marks, marks[1:], strict=False):
             setattr(stats, f"{name}_seconds", getattr(stats, f"{name}_seconds") + end - start)
         yield blocks
+
+
+def _close_gaps(active: Sequence[int]) -> list[int]:
+    """The active rows in an order that leaves as many as possible in their places: [0, 2, 5] -> [0, 5, 2]."""
+    spare = iter([row for row in active if row >= len(active)])
+    staying = set(active)
+    return [place if place in staying else next(spare) for place in range(len(active))]
 
 
 def _process(

@@ -49,7 +49,6 @@ class DraftModelDrafter:
         self._chain, self._pair, self._single = Tree.chain(num_tokens), Tree.chain(1), Tree.root_only()
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
-        rows = len(prompts)
         longest = max(map(len, prompts))
         if self.model.max_positions is not None and longest > self.model.max_positions:
             raise UserError(
@@ -59,7 +58,14 @@ class DraftModelDrafter:
         cache = self._step.new_cache(2, longest + max_new_tokens + self.num_tokens)
         read_prompts(self.model, [prompt.to(self.model.device) for prompt in prompts], cache)
 
+        present = list(range(len(prompts)))
+
         def draft(context: Context) -> Draft:
+            nonlocal present
+            rows = len(context.numbers)
+            if list(context.numbers) != present:
+                cache.keep([present.index(number) for number in context.numbers])
+                present = list(context.numbers)
             # Everything before the last two tokens was read in earlier steps and is kept; tokens that the backbone
             # rejected lie behind it and are forgotten. The last two are read again: the one before the root was read
             # unless every draft was accepted, and reading two in any case gives all rows one shape.
@@ -68,7 +74,7 @@ class DraftModelDrafter:
             logits = self._read(last, [self._pair] * rows, cache)
             tokens, distributions = [context.roots[:, None]], []
             for turn in range(self.num_tokens):
-                choice, distribution = self._choose(logits, generators)
+                choice, distribution = self._choose(logits, [generators[number] for number in present])
                 tokens.append(choice[:, None].to(context.roots.device))
                 distributions.append(distribution)
                 if turn + 1 < self.num_tokens:

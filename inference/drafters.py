@@ -29,6 +29,8 @@ class Context:
         roots: ``(B,)`` the roots.
         active: rows that still generate; what is drafted for the others is never read.
         accepted: per row, drafted tokens that the last pass accepted (0 before the first).
+        numbers: which of the request's rows, as `Drafter.start` got them, each row is. Rows that have ended leave the
+            batch, and another may take their place.
     """
 
     texts: Sequence[Sequence[int]]
@@ -36,6 +38,7 @@ class Context:
     roots: Tensor
     active: Sequence[int]
     accepted: Sequence[int]
+    numbers: Sequence[int]
 
 
 Drafting = Callable[[Context], Draft]

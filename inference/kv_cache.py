@@ -71,6 +71,16 @@ class TreeCacheLayer(CacheLayerMixin):
                 moved = states.gather(2, source[:, None, :, None].expand(shape))
                 states.scatter_(2, target[:, None, :, None].expand(shape), moved)
 
+    def keep(self, source: Tensor, target: Tensor, count: int) -> None:
+        """Copy rows ``source`` ``(m,)`` to ``target``, then leave the first ``count``."""
+        if self.keys is None or self.values is None:
+            return
+        source, target = source.to(self.keys.device), target.to(self.keys.device)
+        used = self.scratch + self.visible
+        for states in (self.keys, self.values):
+            states[target, :, :used] = states[source, :, :used]
+        self.keys, self.values = self.keys[:count], self.values[:count]
+
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return (query_length if self.reading_prompt else query_length + self.visible), 0
 
@@ -120,6 +130,14 @@ class TreeCache(Cache):
         for layer in self.layers:
             if layer.keys is not None and layer.values is not None:
                 layer.keys, layer.values = (x.repeat_interleave(count, dim=0) for x in (layer.keys, layer.values))
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Leave only these rows, in this order; what stays in its place is not copied, and no memory is given back."""
+        moved = [(old, new) for new, old in enumerate(rows) if old != new]
+        source, target = torch.tensor(moved, dtype=torch.long).view(-1, 2).unbind(dim=1)
+        for layer in self.layers:
+            layer.keep(source, target, len(rows))
+        self.set_lengths([self.lengths[row] for row in rows])
 
     def finish_prompt(self, lengths: Sequence[int]) -> None:
         """End of the prompt pass: row b's first ``lengths[b]`` positions are committed, the rest was padding."""

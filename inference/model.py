@@ -24,7 +24,7 @@ from medusa_train.inference.decode import Verify, decode
 from medusa_train.inference.drafters import Drafter, MedusaDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads, check_embeddings
-from medusa_train.inference.sampling import Chances, LogitsProcessor, Sampling, check_processors
+from medusa_train.inference.sampling import LogitsProcessor, Sampling, check_processors
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Block, FinishReason, Stopping
@@ -268,7 +268,7 @@ class MedusaModel:
         verifier = options.get("verifier")
         temperature = options.get("temperature", 0.0)
         sampling: dict[str, Any] = {key: options[key] for key in ("top_k", "top_p", "min_p") if key in options}
-        verify = make_verifier(verifier, temperature, sampling, generators, self.backbone.device)
+        verify = make_verifier(verifier, temperature, sampling)
         processors = list(options.get("logits_processors", ()))
         if (penalty := options.get("repetition_penalty", 1.0)) != 1.0:
             if penalty <= 0:
@@ -301,13 +301,7 @@ class MedusaModel:
         return int(pad) if pad is not None and pad >= 0 else (*self.backbone.eos_token_ids, 0)[0]
 
 
-def make_verifier(
-    name: VerifierName | None,
-    temperature: float,
-    sampling: dict[str, Any],
-    generators: Generators,
-    device: torch.device,
-) -> Verify:
+def make_verifier(name: VerifierName | None, temperature: float, sampling: dict[str, Any]) -> Verify:
     """A request's verifier; ``sampling`` holds top_k, top_p and min_p where they were given.
 
     Raises:
@@ -329,9 +323,7 @@ def make_verifier(
         return verify_greedy
     if temperature <= 0:
         raise UserError(f"verifier {name} samples and needs temperature > 0; use verifier greedy for temperature 0")
-    # Sequences of numbers go on from pass to pass, so they belong to the request.
-    chances = [Chances(generator, device) for generator in generators]
-    return partial(function, sampling=shape, chances=chances)
+    return partial(function, sampling=shape)
 
 
 def split_batch(input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | None) -> list[Tensor]:

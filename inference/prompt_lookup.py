@@ -65,7 +65,7 @@ class LookupFinder:
         """Per row, ``num_tokens`` proposed tokens, or None."""
         copies: list[list[int] | None] = [None] * len(context.texts)
         for row in context.active:
-            copies[row] = self.indices[row].continuation(context.texts[row], self.num_tokens)
+            copies[row] = self.indices[context.numbers[row]].continuation(context.texts[row], self.num_tokens)
         return copies
 
 

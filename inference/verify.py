@@ -71,7 +71,13 @@ class NanLogitsError(UserError):
     """The target's logits are not numbers."""
 
 
-def verify_greedy(logits: Tensor, draft: Draft, rows: Sequence[int], process: Process | None = None) -> list[Verdict]:
+def verify_greedy(
+    logits: Tensor,
+    draft: Draft,
+    rows: Sequence[int],
+    process: Process | None = None,
+    chances: Sequence[Chances] = (),
+) -> list[Verdict]:
     """Follow the target's best tokens: the output is that of plain greedy decoding.
 
     Args:
@@ -79,6 +85,7 @@ def verify_greedy(logits: Tensor, draft: Draft, rows: Sequence[int], process: Pr
         rows: the rows to verify; finished ones are left out.
         process: changes a node's logits given the text that leads to it; called at visited nodes only and in the
             order of the text, as plain decoding would call it.
+        chances: not used; verifiers that draw take one stream per row of the batch.
 
     Returns:
         One verdict per entry of ``rows``.
@@ -104,14 +111,14 @@ def verify_rejection(
     draft: Draft,
     rows: Sequence[int],
     process: Process | None = None,
+    chances: Sequence[Chances] = (),
     *,
     sampling: Sampling,
-    chances: Sequence[Chances],
 ) -> list[Verdict]:
     """Exact sampling: the output is distributed as plain sampling from the backbone.
 
-    Arguments as in `verify_greedy`, and ``chances``: one stream per row of the batch. Where tokens were chosen, a seed
-    gives the text of plain sampling with that seed, token for token.
+    Arguments as in `verify_greedy`. Where tokens were chosen, a seed gives the text of plain sampling with that seed,
+    token for token.
     """
     verdicts = []
     if draft.probabilities is not None or process is not None:
@@ -142,9 +149,9 @@ def verify_typical(
     draft: Draft,
     rows: Sequence[int],
     process: Process | None = None,
+    chances: Sequence[Chances] = (),
     *,
     sampling: Sampling,
-    chances: Sequence[Chances],
     epsilon: float = 0.09,
     delta: float = 0.3,
 ) -> list[Verdict]:

@@ -50,7 +50,7 @@ class Oracle:
             nonlocal turn
             turn += 1
             rows = []
-            for row, text in enumerate(context.texts):
+            for row, text in zip(context.numbers, context.texts, strict=True):
                 branch = self.tree.ancestors[leaves[(turn + row) % len(leaves)]]
                 ahead = self.truths[row][len(text) - lengths[row] :]
                 tokens = [text[-1]]

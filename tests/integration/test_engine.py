@@ -58,7 +58,10 @@ from medusa_train.inference import (
     Tree,
     UserError,
 )
-from medusa_train.inference.verify import Draft
+from medusa_train.inference.decode import decode
+from medusa_train.inference.step import Step
+from medusa_train.inference.stopping import Stopping
+from medusa_train.inference.verify import Draft, verify_greedy
 
 WIDE = Tree.from_paths([(0, 0, 0), (0, 1), (1, 0), (2,), (5, 3, 2)])
 LENGTHS = (1, 5, 9)
@@ -80,8 +83,8 @@ class Oracle:
         def draft(context):
             nonlocal turn
             turn += 1
-            rows = []
-            for row, (tree, text) in enumerate(zip(self.trees, context.texts, strict=True)):
+            rows, trees = [], [self.trees[number] for number in context.numbers]
+            for row, tree, text in zip(context.numbers, trees, context.texts, strict=True):
                 leaves = [node for node in range(tree.size) if not tree.children[node]]
                 branch = tree.ancestors[leaves[(turn + row) % len(leaves)]]
                 ahead = self.truths[row][len(text) - lengths[row] :]
@@ -90,7 +93,7 @@ class Oracle:
                     true = ahead[len(path) - 1] if len(path) <= len(ahead) else 1
                     tokens.append(true if node in branch else (true + 1 + node) % 60)
                 rows.append(tokens)
-            return Draft(self.trees, torch.tensor(rows))
+            return Draft(trees, torch.tensor(rows))
 
         return draft
 
@@ -228,6 +231,61 @@ def test_rows_that_end_early_leave_the_others_as_they_are(llama, model, name):
     assert out.new_tokens == expected
     assert out.finish_reasons == ["stop" if row[-1] in ends else "length" for row in expected]
     assert out.stats.step_tokens == sum(map(len, expected)) - 4
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_rows_that_have_ended_take_part_in_no_pass(llama, model, name, monkeypatch):
+    rows = prompts((5, 1, 9, 3))
+    truths = [greedy(llama, row, 40) for row in rows]
+    ends = (truths[0][0], truths[1][7], truths[2][16])
+    sizes, original = [], Step.__call__
+    monkeypatch.setattr(
+        Step, "__call__", lambda step, tokens, *rest: (sizes.append(len(tokens)), original(step, tokens, *rest))[1]
+    )
+    drafter = DRAFTERS[name](model, truths)
+    running = []
+    for blocks in model.stream_batch(rows, 40, eos_token_ids=ends, drafter=drafter):
+        expected = running[-1] if running else 0  # rows that went on after the blocks before
+        assert set(sizes) <= {expected}
+        sizes.clear()
+        running.append(sum(bool(block.tokens) and block.finish_reason is None for block in blocks))
+    assert running[-1] == 0
+    assert len(set(running)) >= 3, "the rows should end at different times"
+
+
+@pytest.mark.parametrize("name", ["heads", "sampling-draft-model"])
+def test_seeded_rows_that_end_early_leave_the_others_as_they_are(model, name):
+    rows, drafter = prompts((*LENGTHS, 4, 2)), DRAFTERS[name](model, [])
+    options = {"eos_token_ids": range(0, 64, 8), "temperature": 0.8, "repetition_penalty": 1.2, "drafter": drafter}
+    singles = [
+        model.generate(row, 30, generator=generator, **options)
+        for row, generator in zip(rows, seeded(range(5)), strict=True)
+    ]
+    out = model.generate(rows, 30, generator=seeded(range(5)), **options)
+    assert out.new_tokens == [single.new_tokens[0] for single in singles]
+    assert out.finish_reasons == [single.finish_reasons[0] for single in singles]
+    assert len({len(tokens) for tokens in out.new_tokens}) > 2
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_a_sink_gets_the_state_that_each_token_was_chosen_from(llama, model, name):
+    rows, states = prompts((5, 1, 9, 3)), [[] for _ in range(4)]
+    truths = [greedy(llama, row, 40) for row in rows]
+    stopping = Stopping(40, (truths[0][0], truths[1][7], truths[2][16]))
+    new = [[] for _ in rows]
+    for blocks in decode(
+        model.step, DRAFTERS[name](model, truths), verify_greedy, rows, stopping, DecodeStats(),
+        states=lambda row, hidden: states[row].append(hidden),
+    ):  # fmt: skip
+        for row, block in enumerate(blocks):
+            new[row] += block.tokens
+            assert [len(piece) for piece in states[row]][-1:] == [len(block.tokens)] or not block.tokens
+    assert new == [cut(truth, stopping.eos_token_ids) for truth in truths]
+    for row, tokens, pieces in zip(rows, new, states, strict=True):
+        whole = torch.cat([row, torch.tensor(tokens)])
+        with torch.inference_mode():
+            alone = llama.model(whole[None])[0][0]
+        torch.testing.assert_close(torch.cat(pieces), alone[len(row) - 1 : -1], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", ["heads", "draft-model"])

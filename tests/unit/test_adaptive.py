@@ -26,7 +26,7 @@ def calibration(**changes):
 
 def context(rows=2, hidden_size=32, seed=0):
     hidden = torch.randn(rows, hidden_size, generator=torch.Generator().manual_seed(seed))
-    return Context([[5, 7]] * rows, hidden, torch.tensor([7] * rows), list(range(rows)), [0] * rows)
+    return Context([[5, 7]] * rows, hidden, torch.tensor([7] * rows), list(range(rows)), [0] * rows, range(rows))
 
 
 @settings(deadline=None, max_examples=20)

@@ -62,6 +62,26 @@ def test_every_row_holds_its_prompt_and_its_accepted_nodes(walk, bucket):
             assert held == [tag + 0.5 for tag in new]
 
 
+@given(st.data(), st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_rows_that_are_kept_move_with_their_text_and_go_on(data, lengths):
+    kept = data.draw(st.permutations(range(len(lengths))).flatmap(
+        lambda order: st.integers(1, len(order)).map(lambda count: order[:count])))  # fmt: skip
+    cache = TreeCache(num_layers=1, scratch=2, capacity=10)
+    tags = [100.0 * row for row in range(len(lengths))]
+    cache.update(states(tags, max(lengths)), states([tag + 0.5 for tag in tags], max(lengths)), 0)
+    cache.finish_prompt(lengths)
+    cache.keep(kept)
+    assert cache.lengths == [lengths[row] for row in kept]
+    assert cache.visible == max(cache.lengths)
+    keys, values = cache.update(states([1000.0 + row for row in kept], 1), states([2000.0 + row for row in kept], 1), 0)
+    cache.commit([[0]] * len(kept), 1)
+    assert len(keys) == len(values) == len(kept)
+    for place, row in enumerate(kept):
+        text = [tags[row] + i for i in range(lengths[row])]
+        assert cache.layers[0].keys[place, 1, 2 : 3 + lengths[row], 0].tolist() == [*text, 1000 + row]
+        assert values[place, 0, 1 : 1 + lengths[row], 2].tolist() == [tag + 0.5 for tag in text]
+
+
 def test_memory_follows_the_request_and_keys_may_be_wider_than_values():
     cache = TreeCache(num_layers=1, scratch=4, capacity=10, bucket=8)
     cache.update(torch.zeros(1, 2, 3, 8), torch.zeros(1, 2, 3, 5), 0)

@@ -29,7 +29,7 @@ def brute_force(text, max_ngram, min_ngram, count):
 def context(texts, active=None, accepted=None):
     rows = len(texts)
     roots = torch.tensor([text[-1] for text in texts])
-    return Context(texts, torch.zeros(rows, 32), roots, active or range(rows), accepted or [0] * rows)
+    return Context(texts, torch.zeros(rows, 32), roots, active or range(rows), accepted or [0] * rows, range(rows))
 
 
 @given(TEXTS, SIZES, st.integers(1, 9))
