@@ -19,6 +19,8 @@ from medusa_train.inference.grouped_attention import NAME as GROUPED
 from medusa_train.inference.kv_cache import TreeCache
 from medusa_train.inference.tree import Tree
 
+WORTH_A_PASS = 128  # tokens; reading that many fewer pays for reading all weights once more
+
 Masks = Tensor | dict[str, Tensor]
 
 
@@ -30,18 +32,33 @@ def new_cache(backbone: Backbone, scratch: int, capacity: int, bucket: int | Non
 def read_prompts(backbone: Backbone, prompts: Sequence[Tensor], cache: TreeCache) -> Tensor:
     """Read each row's ``(T_b,)`` tokens into an empty cache; the last positions' hidden states, ``(B, hidden)``.
 
-    Shorter prompts are padded on the right: causal attention never looks there, so no mask is needed. A prompt that
-    all rows share is read once.
+    Shorter prompts are padded on the right: causal attention never looks there, so no mask is needed. What all rows
+    begin with (a template's opening, a system prompt) is read once where that is worth a pass of its own.
     """
-    lengths = [len(prompt) for prompt in prompts]
-    shared = len(prompts) > 1 and all(torch.equal(prompt, prompts[0]) for prompt in prompts)
-    padded = torch.nn.utils.rnn.pad_sequence(list(prompts[:1] if shared else prompts), batch_first=True)
-    hidden = backbone.hidden_states(padded.to(backbone.device), cache)
-    if shared:
-        cache.repeat_rows(len(prompts))
-        hidden = hidden.expand(len(prompts), -1, -1)
+    lengths, rows = [len(prompt) for prompt in prompts], len(prompts)
+    prefix = _common_length(prompts)
+    if rows > 1 and prefix == max(lengths):
+        hidden = backbone.hidden_states(prompts[0][None].to(backbone.device), cache)
+        cache.share_prefix(prefix, rows)
+        cache.finish_prompt(lengths)
+        return hidden[0, -1:].expand(rows, -1)
+    prefix = min(prefix, min(lengths) - 1)  # every row's last position is read with the rest
+    if (rows - 1) * prefix < WORTH_A_PASS:
+        prefix = 0
+    else:
+        backbone.hidden_states(prompts[0][None, :prefix].to(backbone.device), cache)
+        cache.share_prefix(prefix, rows)
+    rest = torch.nn.utils.rnn.pad_sequence([prompt[prefix:] for prompt in prompts], batch_first=True)
+    hidden = backbone.hidden_states(rest.to(backbone.device), cache)
     cache.finish_prompt(lengths)
-    return hidden[torch.arange(len(prompts)), torch.tensor(lengths) - 1]
+    return hidden[torch.arange(rows), torch.tensor(lengths) - 1 - prefix]
+
+
+def _common_length(prompts: Sequence[Tensor]) -> int:
+    """How many tokens all prompts begin with."""
+    shortest = min(map(len, prompts))
+    alike = torch.stack([prompt[:shortest] == prompts[0][:shortest] for prompt in prompts]).all(dim=0)
+    return int(alike.long().cumprod(dim=0).sum())
 
 
 def pass_inputs(backbone: Backbone, trees: Sequence[Tree], cache: TreeCache) -> tuple[Tensor, Masks]:

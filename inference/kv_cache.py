@@ -31,6 +31,7 @@ class TreeCacheLayer(CacheLayerMixin):
         super().__init__()
         self.scratch, self.capacity = scratch, capacity
         self.reading_prompt = True
+        self.prefix = 0  # columns that were read before the rest of a prompt
         self.visible = 0  # committed columns that a pass can see
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
@@ -51,12 +52,25 @@ class TreeCacheLayer(CacheLayerMixin):
         assert self.values is not None
         count = key_states.shape[2]
         if self.reading_prompt:
-            start, end, stop = self.scratch, self.scratch + count, self.scratch + count
+            first, start = self.scratch, self.scratch + self.prefix
+            end = stop = start + count
         else:
-            start, end, stop = self.scratch - count, self.scratch, self.scratch + self.visible
+            first = start = self.scratch - count
+            end, stop = self.scratch, self.scratch + self.visible
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
-        return self.keys[:, :, start:stop], self.values[:, :, start:stop]
+        return self.keys[:, :, first:stop], self.values[:, :, first:stop]
+
+    def share_prefix(self, length: int, rows: int) -> None:
+        """Give each of ``rows`` rows the first ``length`` positions of the only row."""
+        self.prefix = length
+        if self.keys is None or self.values is None:
+            return
+        used = slice(self.scratch, self.scratch + length)
+        shared = self.keys, self.values
+        self.keys, self.values = (states.new_zeros(rows, *states.shape[1:]) for states in shared)
+        for states, one in zip((self.keys, self.values), shared, strict=True):
+            states[:, :, used] = one[:, :, used]
 
     def move(self, source: Tensor, target: Tensor) -> None:
         """Copy columns ``source`` to ``target``: ``(m,)`` for a batch of one, else ``(B, m)``."""
@@ -82,10 +96,10 @@ class TreeCacheLayer(CacheLayerMixin):
         self.keys, self.values = self.keys[:count], self.values[:count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return (query_length if self.reading_prompt else query_length + self.visible), 0
+        return query_length + self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
-        return 0 if self.reading_prompt else self.visible
+        return self.prefix if self.reading_prompt else self.visible
 
     def get_max_length(self) -> int:
         return self.capacity
@@ -125,11 +139,10 @@ class TreeCache(Cache):
     def visible(self) -> int:
         return int(self.layers[0].visible)
 
-    def repeat_rows(self, count: int) -> None:
-        """Make a batch of ``count`` equal rows of a batch of one."""
+    def share_prefix(self, length: int, rows: int) -> None:
+        """Between two passes over a prompt: make a batch of ``rows`` rows of the one whose positions were read."""
         for layer in self.layers:
-            if layer.keys is not None and layer.values is not None:
-                layer.keys, layer.values = (x.repeat_interleave(count, dim=0) for x in (layer.keys, layer.values))
+            layer.share_prefix(length, rows)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, in this order; what stays in its place is not copied, and no memory is given back."""

@@ -57,7 +57,9 @@ from medusa_train.inference import (
     Sampling,
     Tree,
     UserError,
+    attention,
 )
+from medusa_train.inference.attention import new_cache, read_prompts
 from medusa_train.inference.decode import decode
 from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Stopping
@@ -377,6 +379,42 @@ def test_stock_architectures_decode_a_batch_of_two_exactly(name):
     assert out.new_tokens == truths
     assert out.stats.tokens_per_step > 1.5
     assert model.generate(rows, 30, eos_token_ids=()).new_tokens == truths
+
+
+@pytest.mark.parametrize("name", ["llama", *ARCHITECTURES])
+@pytest.mark.parametrize(("prefix", "rests"), [(11, (13, 2, 1)), (3, (1, 1)), (6, (0, 0, 0)), (0, (4, 2))])
+def test_a_prefix_that_rows_share_is_read_once_and_gives_the_same(name, prefix, rests, monkeypatch):
+    eager = {"attn_implementation": "eager"} if name == "gemma2-softcap" else {}
+    backbone = Backbone.wrap(make_llama() if name == "llama" else build(ARCHITECTURES[name](), **eager))
+    (start,) = prompts((prefix,))
+    rows = [torch.cat([start, rest]) for rest in prompts(rests, seed=5)]
+    read, original = [], Backbone.hidden_states
+    monkeypatch.setattr(
+        Backbone, "hidden_states",
+        lambda self, ids, *rest, **more: (read.append(ids.numel()), original(self, ids, *rest, **more))[1],
+    )  # fmt: skip
+    results = []
+    for worth in (1, 10_000):
+        monkeypatch.setattr(attention, "WORTH_A_PASS", worth)
+        del read[:]
+        cache = new_cache(backbone, 2, 64)
+        with torch.inference_mode():
+            hidden = read_prompts(backbone, rows, cache)
+        assert cache.lengths == list(map(len, rows))
+        once = worth == 1 or not any(rests)
+        assert sum(read) == (prefix if once else prefix * len(rows)) + max(rests) * len(rows)
+        results.append((hidden, cache))
+    (hidden, cache), (whole_hidden, whole_cache) = results
+    torch.testing.assert_close(hidden, whole_hidden, rtol=0, atol=1e-5)
+    for layer, whole in zip(cache.layers, whole_cache.layers, strict=True):
+        for row, length in enumerate(cache.lengths):
+            for ours, theirs in ((layer.keys, whole.keys), (layer.values, whole.values)):
+                torch.testing.assert_close(
+                    ours[row, :, 2 : 2 + length], theirs[row, :, 2 : 2 + length], rtol=0, atol=1e-5
+                )
+    monkeypatch.setattr(attention, "WORTH_A_PASS", 1)
+    out = MedusaModel(backbone, random_heads(), WIDE).generate(rows, 12, eos_token_ids=())
+    assert out.new_tokens == [greedy(backbone.model, row, 12) for row in rows]
 
 
 def test_capped_logits_are_capped_in_what_the_verifier_sees():
