@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -62,7 +63,7 @@ def distill(
         tqdm.write(f"distill: {refused} prompts that the chat template refuses were left out")
     if too_long:
         tqdm.write(f"distill: {too_long} prompts that leave no room for {max_new_tokens} tokens were left out")
-    written = 0
+    written, generated, started = 0, 0, time.perf_counter()
     with tqdm(total=len(waiting), desc="distill", unit="answer") as bar:
         for number, start in enumerate(range(0, len(waiting), batch_size)):
             if answer_tokens is not None and written >= answer_tokens:
@@ -74,10 +75,19 @@ def distill(
                 missing = [row for row in rows if row.id not in done]
                 append_jsonl(path, missing)
                 done |= {row.id: row for row in missing}
+                generated += sum(row.learnt_tokens for row in rows)
             # Counted batch by batch, also what was there before: a resumed run stops where an unbroken one would.
             written += sum(done[prompt.id].learnt_tokens for _, prompt in members)
             bar.update(len(members))
-            bar.set_postfix(tokens=written)
+            if generated:
+                # A line of its own, so that it stays in logs.
+                rate = generated / (time.perf_counter() - started)
+                wanted = written * len(waiting) / bar.n
+                left = (min(wanted, answer_tokens or wanted) - written) / rate
+                tqdm.write(
+                    f"distill: {bar.n} of {len(waiting)} prompts, {written} answer tokens, {rate:.0f} tokens/s, "
+                    f"{max(left, 0) / 60:.1f} minutes left"
+                )
     if answer_tokens is not None and written < answer_tokens:
         tqdm.write(
             f"distill: the prompts gave {written} answer tokens of the {answer_tokens} wanted; raise data.num_prompts"

@@ -207,6 +207,16 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the code under test may catch it."""
 
 
+def test_every_batch_tells_what_is_done_and_how_long_the_rest_takes(backbone, tokenizer, tmp_path, capsys):
+    rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert [line.split()[1] for line in lines] == ["4", "8", "12", "14"]
+    assert f" of 14 prompts, {sum(row.learnt_tokens for row in rows)} answer tokens, " in lines[-1]
+    assert lines[-1].endswith(" 0.0 minutes left")
+    run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
+    assert "tokens/s" not in capsys.readouterr().out  # nothing was generated
+
+
 @pytest.mark.parametrize("batch", [0, 1, 3])
 @pytest.mark.parametrize("where", ["before the states", "before the rows", "within a row", "behind a row"])
 def test_rows_and_states_stay_in_step_after_a_kill(backbone, tokenizer, tmp_path, monkeypatch, batch, where):

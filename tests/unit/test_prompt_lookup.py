@@ -77,6 +77,13 @@ def test_finished_rows_are_not_looked_up():
     assert draft.trees[0].size == 1
 
 
+def test_a_row_that_moved_is_looked_up_in_its_own_text():
+    drafting = PromptLookupDrafter(2, 2, 1).start([torch.tensor([1])] * 3, 9, [None] * 3)
+    drafting(context([[1, 2], [3, 4], [5, 1, 7]]))
+    left = Context([[5, 1, 7, 5], [3, 4, 3]], torch.zeros(2, 32), torch.tensor([5, 3]), [0, 1], [0, 0], [2, 1])
+    assert drafting(left).tokens.tolist() == [[5, 1, 7], [3, 4, 3]]
+
+
 def test_requests_do_not_share_what_they_have_read():
     drafter = PromptLookupDrafter(2, 1, 1)
     first, second = (drafter.start([torch.tensor([1])], 9, [None]) for _ in range(2))
