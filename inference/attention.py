@@ -12,6 +12,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
@@ -130,6 +131,19 @@ def _as_model_takes_it(backbone: Backbone, allowed: Tensor) -> Tensor:
     return allowed[:, None]
 
 
+def check_layer_kinds(model: PreTrainedModel) -> None:
+    """Refuse by name a model whose state is more than keys and values; weights are not looked at.
+
+    Raises:
+        UserError: it has such layers.
+    """
+    name, config = type(model).__name__, model.config.get_text_config()
+    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if other or getattr(model, "_is_stateful", False):
+        kind = ", ".join(sorted(other)) or "state-space"
+        raise UserError(f"{name} has {kind} layers, whose state cannot be rolled back to an accepted branch")
+
+
 def check_tree_attention(backbone: Backbone) -> None:
     """Refuse a model that cannot verify a tree exactly, before the first token.
 
@@ -139,11 +153,8 @@ def check_tree_attention(backbone: Backbone) -> None:
     Raises:
         UserError: the model keeps other state than keys and values, or does not follow a 4-D mask.
     """
-    name, config = type(backbone.model).__name__, backbone.model.config.get_text_config()
-    other = set(getattr(config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if other or getattr(backbone.model, "_is_stateful", False):
-        kind = ", ".join(sorted(other)) or "state-space"
-        raise UserError(f"{name} has {kind} layers, whose state cannot be rolled back to an accepted branch")
+    check_layer_kinds(backbone.model)
+    name = type(backbone.model).__name__
     if backbone.model.config._attn_implementation not in ("sdpa", "eager", GROUPED):
         raise UserError(
             f"{name} was loaded with attn_implementation={backbone.model.config._attn_implementation!r}, which takes "

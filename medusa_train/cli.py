@@ -7,13 +7,16 @@ import os
 import sys
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, cast
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 import typer.core
 
 import medusa_train
 from medusa_train.reporting import reporting_errors
+
+if TYPE_CHECKING:
+    from medusa_train.recipe import Recipe
 
 
 class _Commands(typer.core.TyperGroup):
@@ -58,6 +61,16 @@ def _options(
     pass  # --version acts in its callback, --debug in _Commands
 
 
+def _load(recipe: Path, overrides: list[str] | None, out: Path | None, seed: int | None = None) -> Recipe:
+    """The recipe with every override of the command line."""
+    from medusa_train.recipe import load_recipe
+
+    words = list(overrides or ())
+    words += [f"output_dir={json.dumps(str(out))}"] if out else []  # quoted: a folder may be called 2024
+    words += [f"seed={seed}"] if seed is not None else []
+    return load_recipe(recipe, words)
+
+
 def _run(
     stages: list[str],
     recipe: Path,
@@ -68,13 +81,10 @@ def _run(
     plan: bool,
 ) -> Path | None:
     """Run stages of a recipe; the run's folder, or None if the recipe was only printed."""
-    from medusa_train.recipe import load_recipe, to_yaml
-
-    words = list(overrides or ())
-    words += [f"output_dir={json.dumps(str(out))}"] if out else []  # quoted: a folder may be called 2024
-    words += [f"seed={seed}"] if seed is not None else []
-    resolved = load_recipe(recipe, words)
+    resolved = _load(recipe, overrides, out, seed)
     if plan:
+        from medusa_train.recipe import to_yaml
+
         typer.echo(to_yaml(resolved), nl=False)
         return None
     from medusa_train.stages import Job, run_stages
@@ -164,6 +174,29 @@ def compare(
     from medusa_train.eval.compare import comparison_text, read_report
 
     typer.echo(comparison_text(*compare_reports(read_report(a), read_report(b))))
+
+
+@app.command()
+def doctor(
+    recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for all figures and findings.")] = None,
+) -> None:  # fmt: skip
+    """Say what a run will need and what looks wrong, before it starts; exit code 2 if a stage would fail."""
+    from medusa_train.inference.errors import UserError
+
+    if json_file and json_file.is_dir():
+        raise UserError(f"--json {json_file} is a folder; name a file")
+    resolved = _load(recipe, overrides, out)
+    from medusa_train.doctor import examine
+    from medusa_train.doctor_report import show
+    from medusa_train.inference.files import write_json
+
+    report = examine(resolved)
+    show(report)
+    if json_file:
+        write_json(json_file, report.to_json())
+    if report.failed:
+        raise typer.Exit(2)
 
 
 PromptOption = Annotated[str, typer.Option("--prompt", "-p", help="What the user says.")]

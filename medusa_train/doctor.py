@@ -1,0 +1,469 @@
+"""``medusa-train doctor RECIPE``: what a run will need and what looks wrong, before hours are spent on it.
+
+Reads the recipe, the backbone's config, the rows that are there already or the file they will be made of, and trains
+stand-in heads of the recipe's size for a few steps. Nothing is written. The backbone itself is loaded only to prove
+that it follows a tree, and only if its weights are on this machine and fit into its memory.
+"""
+
+from __future__ import annotations
+
+import shutil
+import statistics
+import time
+from collections import Counter
+from dataclasses import asdict, dataclass, field
+from itertools import islice, pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from huggingface_hub import try_to_load_from_cache
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedTokenizerBase,
+)
+
+from medusa_train.data.chat import encode_conversation, load_chat_tokenizer, render_prompt
+from medusa_train.data.dataset import HeadsDataset
+from medusa_train.data.hidden_states import Shard
+from medusa_train.data.prompts import load_conversations, load_records, normalized, prompt_of
+from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
+from medusa_train.inference.attention import check_layer_kinds
+from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
+from medusa_train.inference.errors import UserError
+from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.losses import LossWeights
+from medusa_train.preflight import (
+    Finding,
+    RowStatistics,
+    cache_bytes,
+    checkpoint_bytes,
+    count_parameters,
+    judge,
+    optimizer_steps,
+    survey,
+    training_memory,
+)
+from medusa_train.recipe import Recipe
+from medusa_train.run_folder import STAGE_KEYS, RunFolder
+from medusa_train.stages import Job
+from medusa_train.trainer import HeadsForTraining
+
+LOOK_AT = 2000  # records of a source that are read; a preflight must not take as long as the stage
+TIMED_STEPS, TIMING_SECONDS = 5, 10.0
+SPARE = 1.2  # a model or a training step wants this much more memory than its tensors
+
+
+@dataclass
+class Report:
+    """What was found.
+
+    Attributes:
+        figures: section -> name -> value, ready for JSON; names that end in ``estimate`` or ``at_most`` are such.
+        findings: errors first.
+        example: a row in pieces of ``(text, learnt)``, None while there are no rows.
+    """
+
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    findings: list[Finding] = field(default_factory=list)
+    example: list[tuple[str, bool]] | None = None
+
+    @property
+    def failed(self) -> bool:
+        return any(finding.level == "error" for finding in self.findings)
+
+    def tell(self, level: Any, message: str) -> None:
+        self.findings.append(Finding(level, message))
+
+    def to_json(self) -> dict[str, Any]:
+        return {**self.figures, "findings": [asdict(finding) for finding in self.findings]}
+
+
+@dataclass
+class Data:
+    """What is known of the rows now.
+
+    Attributes:
+        rows: the rows, if there are any yet.
+        origin: where the figures come from, in words.
+        dropped: reason -> records that will not become rows.
+        prompts: how many prompts will be answered, if that is known.
+    """
+
+    rows: list[Row]
+    origin: str
+    dropped: Counter[str]
+    prompts: int | None = None
+
+
+def examine(recipe: Recipe) -> Report:
+    """Look at everything that a run of this recipe depends on.
+
+    Raises:
+        UserError: the backbone has no readable config or no chat template, or the recipe asks for impossible heads.
+            What else would stop a stage becomes a finding, so that all of it is told at once.
+    """
+    report = Report()
+    section = recipe.backbone
+    device = torch.device(resolve_device(section.device))
+    dtype = resolve_dtype(section.dtype, device.type)
+    skeleton, end_ids = read_skeleton(recipe)
+    tokenizer = load_chat_tokenizer(section.source, section.chat_template)
+    if tokenizer.eos_token_id is not None:
+        end_ids = end_ids | {int(tokenizer.eos_token_id)}
+    output = skeleton.get_output_embeddings()
+    # Recipe and config give the shape of heads the same names.
+    chosen = {name: value for name, value in recipe.heads if name in HeadsConfig.__dataclass_fields__}
+    config = HeadsConfig(hidden_size=output.in_features, vocab_size=output.out_features, **chosen)
+
+    _check_folder(recipe, report)
+    data = _find_data(recipe, tokenizer, skeleton, report)
+    stats = survey(data.rows, config, end_ids) if data.rows else None
+    if stats is not None:
+        report.findings += judge(stats, config, recipe.eval.num_prompts)
+        report.example = _example(data.rows, tokenizer)
+    _tokenizer_notes(tokenizer, report)
+    _report_backbone(recipe, skeleton, device, dtype, report)
+    _report_heads(recipe, config, report)
+    positions = _report_data(recipe, data, stats, report)
+    _report_disk(recipe, config, stats, positions, report)
+    _report_training(recipe, config, stats, positions, device, dtype, report)
+    order = ("error", "warning", "note")
+    report.findings.sort(key=lambda finding: order.index(finding.level))
+    return report
+
+
+def read_skeleton(recipe: Recipe) -> tuple[Any, set[int]]:
+    """The backbone without weights (on the meta device) and the ids that end its answers; only configs are read.
+
+    Raises:
+        UserError: there is no config, or it is not that of a decoder-only language model.
+    """
+    section = recipe.backbone
+    location, gguf_file = resolve_source(section.source)
+    options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(location, trust_remote_code=section.trust_remote_code, **options)
+        if config.is_encoder_decoder:
+            raise UserError(f"backbone {section.source} is an encoder-decoder model; Medusa needs a decoder-only one")
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config, trust_remote_code=section.trust_remote_code)
+    except (OSError, ValueError, ImportError) as error:
+        reason = " ".join(str(error).split())[:300]
+        raise UserError(f"cannot read the config of backbone {section.source}: {reason}") from error
+    if skeleton.get_output_embeddings() is None:
+        raise UserError(f"backbone {section.source}: {type(skeleton).__name__} has no output projection for heads")
+    try:
+        eos = GenerationConfig.from_pretrained(location).eos_token_id
+    except OSError:  # GGUF files bring none
+        eos = None
+    eos = config.get_text_config().eos_token_id if eos is None else eos
+    return skeleton, set() if eos is None else {eos} if isinstance(eos, int) else set(eos)
+
+
+def _check_folder(recipe: Recipe, report: Report) -> None:
+    try:
+        RunFolder(recipe).check(list(STAGE_KEYS), overwrite=False)
+    except UserError as error:
+        report.tell("error", str(error))
+
+
+def _find_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skeleton: Any, report: Report) -> Data:
+    """Rows of the distill stage; else what its source would give, as far as that can be known before."""
+    section, folder = recipe.data, RunFolder(recipe)
+    path = folder.stage("distill") / "rows.jsonl"
+    prompts_path = folder.stage("prompts") / "prompts.jsonl"
+    try:
+        rows = read_rows(path) if path.exists() and path.stat().st_size else []
+        if section.conversations:
+            data = _scan_conversations(recipe, tokenizer)
+        elif prompts_path.exists():
+            data = _scan_prompts(recipe, tokenizer, skeleton, read_prompts(prompts_path), str(prompts_path))
+        elif section.prompts == "synthesize":
+            data = Data([], "the backbone will write the prompts", Counter(), section.num_prompts or 1000)
+        else:
+            data = _scan_prompt_source(recipe, tokenizer, skeleton)
+    except UserError as error:
+        report.tell("error", str(error))
+        return Data([], "the source cannot be read", Counter())
+    if rows:
+        if missing := (data.prompts or 0) - len(rows):
+            waiting = "not answered (data.answer_tokens reached, or distilling is not done)"
+            data.dropped += Counter({waiting: max(0, missing)})
+        return Data(rows, str(path), data.dropped)
+    return data
+
+
+def _scan_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
+    """The rows that the first conversations of the source will give, and why others give none."""
+    section = recipe.data
+    rows: dict[str, Row] = {}
+    dropped: Counter[str] = Counter()
+    source = str(section.conversations)
+    for messages in islice(load_conversations(source, section.prompts_split), LOOK_AT):
+        try:
+            ids, spans = encode_conversation(tokenizer, messages)
+        except UserError as error:
+            dropped[str(error)] += 1
+            continue
+        spans = [(start, min(end, section.max_length)) for start, end in spans if start < section.max_length]
+        if not spans:
+            dropped["no assistant token before data.max_length"] += 1
+            continue
+        first = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
+        split = split_of(Prompt.of(messages[:first]).id, section.calibration_share, section.heldout_share)
+        row = Row(Prompt.of(messages).id, split, messages[:first], ids[: section.max_length], spans, "given")
+        dropped["the same conversation again"] += row.id in rows
+        rows[row.id] = row
+    looked = len(rows) + dropped.total()
+    origin = f"{source}, its first {LOOK_AT:,} conversations" if looked == LOOK_AT else source
+    return Data(list(rows.values()), origin, dropped)
+
+
+def _scan_prompt_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skeleton: Any) -> Data:
+    section = recipe.data
+    prompts: dict[str, Prompt] = {}
+    dropped: Counter[str] = Counter()
+    looked = 0
+    for record in islice(load_records(section.prompts, section.prompts_split), LOOK_AT):
+        if section.num_prompts and len(prompts) == section.num_prompts:
+            break
+        looked += 1
+        if not (messages := prompt_of(record, section.prompts)):
+            dropped["no text of a user"] += 1
+            continue
+        prompt = Prompt.of(messages)
+        dropped["the same prompt again"] += normalized(prompt) in prompts
+        prompts.setdefault(normalized(prompt), prompt)
+    origin = f"{section.prompts}, its first {LOOK_AT:,} records" if looked == LOOK_AT else section.prompts
+    data = _scan_prompts(recipe, tokenizer, skeleton, list(prompts.values()), origin)
+    data.dropped += dropped
+    return data
+
+
+def _scan_prompts(
+    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skeleton: Any, prompts: list[Prompt], origin: str
+) -> Data:
+    limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+    dropped: Counter[str] = Counter()
+    for prompt in prompts:
+        try:
+            length = len(render_prompt(tokenizer, prompt.messages))
+        except UserError as error:
+            dropped[str(error)] += 1
+            continue
+        if limit and length > limit - recipe.data.max_new_tokens:
+            dropped[f"no room for {recipe.data.max_new_tokens} tokens within the model's {limit:,} positions"] += 1
+    return Data([], origin, dropped, len(prompts) - dropped.total())
+
+
+def _example(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
+    """The first training row, decoded in pieces: prompt and template apart from what is learnt."""
+    row = next((row for row in rows if row.split == "train"), rows[0])
+    edges = sorted({0, len(row.input_ids), *(edge for span in row.spans for edge in span)})
+    learnt = {start for start, _ in row.spans}
+    return [
+        (tokenizer.decode(row.input_ids[start:end], skip_special_tokens=False), start in learnt)
+        for start, end in pairwise(edges)
+    ]
+
+
+def _tokenizer_notes(tokenizer: PreTrainedTokenizerBase, report: Report) -> None:
+    if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
+        report.tell(
+            "note",
+            f"the padding token is the end token ({tokenizer.eos_token}); harmless here, masks come from lengths and "
+            "spans and not from token values",
+        )
+    template = tokenizer.chat_template
+    if "generation %}" not in (template if isinstance(template, str) else str(template)):
+        report.tell(
+            "note",
+            "the chat template has no {% generation %} marks; the loss mask is found by rendering each conversation "
+            "with and without its answers",
+        )
+
+
+def _report_backbone(recipe: Recipe, skeleton: Any, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+    section = recipe.backbone
+    parameters = sum(parameter.numel() for parameter in skeleton.parameters())
+    width = {"8bit": 1.0, "4bit": 0.5}.get(section.quantization or "", float(dtype.itemsize))
+    needed, available = int(parameters * width), available_memory(device)
+    report.figures["backbone"] = {
+        "source": section.source,
+        "class": type(skeleton).__name__,
+        "parameters": parameters,
+        "hidden_size": skeleton.get_output_embeddings().in_features,
+        "vocab_size": skeleton.get_output_embeddings().out_features,
+        "device": str(device),
+        "dtype": str(dtype).removeprefix("torch."),
+        "weight_bytes": needed,
+        "memory_available_bytes": available,
+    }
+    if section.dtype != "auto" and dtype == torch.bfloat16 and native_dtype(device.type) != dtype:
+        report.tell("warning", f"{device} has no bfloat16 instructions and emulates them; prefer backbone.dtype=auto")
+    fits = needed * SPARE < available
+    if not fits:
+        report.tell(
+            "warning",
+            f"the backbone's weights take {needed / 1e9:.1f} GB, {device} has {available / 1e9:.1f} GB free; use "
+            "another device, backbone.dtype or backbone.quantization",
+        )
+    try:
+        check_layer_kinds(skeleton)
+        if fits and _weights_are_here(section.source):
+            _ = Job(recipe).backbone
+            report.figures["backbone"]["follows_a_tree"] = True
+        else:
+            report.tell("note", "the backbone was not loaded; a stage that loads it proves that it follows a tree")
+    except UserError as error:
+        report.tell("error", str(error))
+
+
+def _weights_are_here(source: str) -> bool:
+    location, _ = resolve_source(source)
+    if Path(location).is_dir():
+        return True
+    names = ("model.safetensors", "model.safetensors.index.json")
+    return any(isinstance(try_to_load_from_cache(location, name), str) for name in names)
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that a process could still take on a device."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return int(psutil.virtual_memory().available)
+
+
+def _report_heads(recipe: Recipe, config: HeadsConfig, report: Report) -> None:
+    memory = training_memory(config, recipe.training.per_device_train_batch_size)
+    report.figures["heads"] = {
+        **asdict(config),
+        "parameters": count_parameters(config),
+        "weight_bytes": memory.weights,
+        "gradient_bytes": memory.gradients,
+        "optimizer_bytes": memory.optimizer,
+        "teacher_bytes": memory.teacher,
+        "logit_bytes_estimate": memory.logits_estimate,
+        "training_bytes_estimate": memory.total_estimate,
+    }
+
+
+def _report_data(recipe: Recipe, data: Data, stats: RowStatistics | None, report: Report) -> dict[str, int | None]:
+    """Note what is known of the rows; returns positions to cache and to train on, None where unknown."""
+    section = recipe.data
+    figures: dict[str, Any] = {"origin": data.origin, "dropped": dict(data.dropped)}
+    report.figures["data"] = figures
+    if stats is not None:
+        figures |= asdict(stats)
+        return {"cached": sum(stats.positions.values()), "training": stats.training_positions}
+    if data.prompts is None:
+        return {"cached": None, "training": None}
+    longest = data.prompts * section.max_new_tokens
+    if section.answer_tokens is not None:
+        longest = min(longest, section.answer_tokens + section.batch_size * section.max_new_tokens)
+    training = int(longest * (1 - section.calibration_share - section.heldout_share))
+    figures |= {"prompts": data.prompts, "positions_at_most": longest, "training_positions_at_most": training}
+    report.tell("note", "no rows yet: lengths, coverage, endings and loops are judged once distill has written some")
+    return {"cached": longest, "training": training}
+
+
+def _report_disk(
+    recipe: Recipe, config: HeadsConfig, stats: RowStatistics | None, positions: dict[str, int | None], report: Report
+) -> None:
+    folder = Path(recipe.output_dir).expanduser().absolute()
+    there = next(parent for parent in (folder, *folder.parents) if parent.is_dir())
+    free = shutil.disk_usage(there).free
+    figures = {"folder": str(folder), "free_bytes": free, "checkpoint_bytes": checkpoint_bytes(config)}
+    report.figures["disk"] = figures
+    if positions["cached"] is None:
+        return
+    cache = cache_bytes(positions["cached"], config.hidden_size)
+    figures["cache_bytes" if stats is not None else "cache_bytes_at_most"] = cache
+    already = sum(path.stat().st_size for path in (folder / "cache").rglob("*.safetensors"))
+    if max(0, cache - already) + checkpoint_bytes(config) > free:
+        report.tell(
+            "error" if stats is not None else "warning",
+            f"hidden states ({cache / 1e9:.1f} GB) and checkpoints ({checkpoint_bytes(config) / 1e9:.1f} GB) do not "
+            f"fit on the disk of {folder} ({free / 1e9:.1f} GB free); use another --out or fewer prompts",
+        )
+
+
+def _report_training(
+    recipe: Recipe, config: HeadsConfig, stats: RowStatistics | None, positions: dict[str, int | None],
+    device: torch.device, dtype: torch.dtype, report: Report,
+) -> None:  # fmt: skip
+    training = recipe.training
+    batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
+    figures: dict[str, Any] = {"epochs": training.num_train_epochs, "batch_positions": batch * accumulation}
+    report.figures["train"] = figures
+    needed, available = report.figures["heads"]["training_bytes_estimate"], available_memory(device)
+    backbone = report.figures["backbone"]["weight_bytes"]
+    if (needed + backbone) * SPARE > available:
+        report.tell(
+            "warning",
+            f"training takes about {needed / 1e9:.1f} GB and the backbone {backbone / 1e9:.1f} GB, {device} has "
+            f"{available / 1e9:.1f} GB free; lower heads.draft_vocab_size or training.per_device_train_batch_size",
+        )
+    if needed * SPARE > available:
+        return  # the step could not be timed either
+    step = time_training_step(recipe, config, device, dtype)
+    figures["step_seconds_estimate"] = step
+    if positions["training"] is None:
+        return
+    steps = optimizer_steps(positions["training"], batch, accumulation, training.num_train_epochs)
+    figures["steps" if stats is not None else "steps_at_most"] = steps
+    figures["train_seconds_estimate" if stats is not None else "train_seconds_estimate_at_most"] = steps * step
+
+
+def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device, dtype: torch.dtype) -> float:
+    """Median seconds of an optimizer step on heads of this shape, from random hidden states.
+
+    Batches go the way of the train stage: dataset, loss, backward pass, clipping, AdamW. A stand-in without layers has
+    the projection and the embeddings that the loss reads of a backbone.
+    """
+    training = recipe.training
+    torch.manual_seed(recipe.seed)
+    stand_in = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=1,
+            num_hidden_layers=0,
+            num_attention_heads=1,
+            tie_word_embeddings=True,
+            initializer_range=0.02,
+        )
+    )
+    backbone = Backbone(stand_in.to(device, dtype).eval().requires_grad_(False), "", ())
+    heads = MedusaHeads.for_backbone(backbone, config)
+    weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
+    module = HeadsForTraining(heads, backbone, weights).to(device)
+    optimizer = torch.optim.AdamW(heads.parameters(), training.learning_rate, fused=True)
+    positions = 2 * training.per_device_train_batch_size + config.num_heads
+    shard = Shard(
+        torch.randn(positions, config.hidden_size, dtype=torch.bfloat16),
+        torch.randint(config.projection_size, (positions,)),
+        torch.full((positions,), positions),
+    )
+    dataset = HeadsDataset([shard], config.num_heads)
+    seconds: list[float] = []
+    while len(seconds) <= TIMED_STEPS and (len(seconds) < 2 or sum(seconds) < TIMING_SECONDS):
+        start = time.perf_counter()
+        for _ in range(training.gradient_accumulation_steps):
+            picked = torch.randint(len(dataset), (training.per_device_train_batch_size,)).tolist()
+            batch = {name: tensor.to(device) for name, tensor in dataset.__getitems__(picked).items()}
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = module(**batch)["loss"]
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(heads.parameters(), training.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])  # the first one warms up
