@@ -1,0 +1,172 @@
+"""`medusa-train doctor`: what it tells before and after there are rows, and that it writes nothing."""
+
+import json
+import shutil
+
+import pytest
+import yaml
+from transformers import AutoConfig
+
+from conftest import assert_refused
+from medusa_train.data.rows import Row, append_jsonl
+from medusa_train.doctor_report import example_text
+from medusa_train.recipe import load_recipe
+from medusa_train.run_folder import RunFolder
+
+
+@pytest.fixture
+def recipe(tmp_path, tiny_chat_folder):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "what is this ?"}\n{"prompt": "and the cat ?"}\n')
+    content = {
+        "output_dir": str(tmp_path / "run"),
+        "backbone": {"source": str(tiny_chat_folder), "dtype": "float32", "device": "cpu"},
+        "heads": {"draft_vocab_size": 64},
+        "data": {"prompts": str(tmp_path / "prompts.jsonl"), "max_new_tokens": 8},
+        "training": {"per_device_train_batch_size": 4},
+    }
+    path = tmp_path / "recipe.yaml"
+    path.write_text(yaml.safe_dump(content))
+    return path
+
+
+def write_rows(recipe, rows):
+    """Rows as the distill stage leaves them."""
+    folder = RunFolder(load_recipe(recipe))
+    append_jsonl(folder.begin("distill") / "rows.jsonl", rows)
+
+
+def make_row(number, split, end=1, finish_reason="stop"):
+    answer = [10 + (number * 7 + place) % 90 for place in range(9)]
+    return Row(str(number), split, [], [0, 2, 3, *answer, end], [(3, 13)], finish_reason)
+
+
+def files_of(folder):
+    """Every file below a folder, apart from the cache of the datasets library."""
+    files = (path for path in folder.rglob("*") if path.is_file() and "datasets-cache" not in path.parts)
+    return {path: path.read_bytes() for path in files}
+
+
+def test_before_any_stage_it_tells_what_can_be_known(command, recipe, tmp_path):
+    before = files_of(tmp_path)
+    code, out, error = command("doctor", recipe, "--json", tmp_path / "doctor.json")
+    assert code == 0, error
+    told = json.loads((tmp_path / "doctor.json").read_text())
+    assert told["data"]["prompts"] == 2
+    assert told["data"]["positions_at_most"] == 16
+    assert told["disk"]["cache_bytes_at_most"] == 16 * (2 * 32 + 16)
+    assert told["heads"]["parameters"] == 3 * (32 * 32 + 32 + 64 * 32)
+    assert told["heads"]["optimizer_bytes"] == 8 * told["heads"]["parameters"]
+    assert told["backbone"]["follows_a_tree"]
+    assert told["train"]["step_seconds_estimate"] > 0
+    assert "no rows yet" in out
+    assert "padding token is the end token" in out
+    assert "no {% generation %} marks" in out
+    (tmp_path / "doctor.json").unlink()
+    assert files_of(tmp_path) == before
+    assert not (tmp_path / "run").exists()
+
+
+def test_rows_are_counted_and_one_is_shown(command, recipe, tmp_path):
+    write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3]) for i in range(9)])
+    before = files_of(tmp_path)
+    code, out, error = command("doctor", recipe, "--json", tmp_path / "doctor.json")
+    assert code == 0, error
+    told = json.loads((tmp_path / "doctor.json").read_text())
+    assert told["data"]["rows"] == {"train": 3, "calibration": 3, "heldout": 3}
+    assert told["data"]["targets"] == [27, 24, 21]
+    assert told["train"]["steps"] == 4 * 7
+    assert out.count("[[") == out.count("]]") == 2  # the legend and the answer
+    assert "<|im_end|>]]" in out
+    assert "\x1b" not in out
+    assert "warning: 27 training positions are few" in out
+    (tmp_path / "doctor.json").unlink()
+    assert files_of(tmp_path) == before
+
+
+def test_conversations_are_read_now_and_what_is_left_out_is_told(command, recipe, tmp_path):
+    said = [
+        {"messages": [{"role": "user", "content": f"the cat {i}"}, {"role": "assistant", "content": f"the mat {i}"}]}
+        for i in range(60)
+    ]
+    said += [said[0], {"messages": [{"role": "user", "content": "what"}]}]
+    (tmp_path / "said.jsonl").write_text("".join(json.dumps(record) + "\n" for record in said))
+    words = [f"data.conversations={tmp_path / 'said.jsonl'}", "--json", tmp_path / "doctor.json"]
+    code, out, error = command("doctor", recipe, *words)
+    assert code == 0, error + out
+    told = json.loads((tmp_path / "doctor.json").read_text())["data"]
+    assert sum(told["rows"].values()) == told["with_end"] == 60
+    assert sorted(told["dropped"].values()) == [1, 1]
+    assert "left out: 1, the same conversation again" in out
+    assert "left out: 1, no assistant turn" in out
+
+
+def test_a_missing_end_token_is_told(command, recipe):
+    write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3], end=9) for i in range(9)])
+    assert "no end token is ever a target" in command("doctor", recipe)[1]
+
+
+def test_what_stops_a_stage_is_told_with_everything_else_and_exits_with_2(command, recipe, tmp_path):
+    write_rows(recipe, [make_row(i, "train") for i in range(3)])
+    code, out, error = command("doctor", recipe)
+    assert code == 2
+    assert error.count("medusa-train:") == 0
+    assert "error: no row in the calibration split" in out
+    assert "error: no row in the heldout split" in out
+    assert "training positions are few" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.prompts=none.jsonl"], "error: prompts none.jsonl: no such file"),
+        (["data.conversations=none.jsonl"], "error: prompts none.jsonl: no such file"),
+    ],
+)
+def test_a_source_that_cannot_be_read_is_told(command, recipe, words, told):
+    code, out, _ = command("doctor", recipe, *words)
+    assert code == 2
+    assert told in out
+    assert "step" in out
+
+
+def test_a_run_of_another_recipe_is_told(command, recipe, tmp_path):
+    assert command("prompts", recipe)[0] == 0
+    code, out, _ = command("doctor", recipe, "data.num_prompts=1")
+    assert code == 2
+    assert "error:" in out
+    assert "was made with data.num_prompts=640" in out
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["backbone.source=./none"], "backbone ./none: no such folder"),
+        (["heads.draft_vocab_size=9999"], "heads.draft_vocab_size=9999 is outside 0..512"),
+        (["heads.num_head=2"], "did you mean heads.num_heads?"),
+        (["--json", "."], "--json . is a folder"),
+    ],
+)
+def test_a_recipe_that_cannot_run_is_refused_in_one_line(command, recipe, words, told):
+    assert_refused(command("doctor", recipe, *words), told)
+
+
+def test_a_backbone_that_a_tree_cannot_serve_is_told(command, recipe, tiny_chat_folder, tmp_path):
+    folder = tmp_path / "hybrid"
+    shutil.copytree(tiny_chat_folder, folder, ignore=shutil.ignore_patterns("config.json", "model.safetensors"))
+    config = AutoConfig.for_model(
+        "qwen3_next", vocab_size=512, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, layer_types=["linear_attention", "full_attention"], num_experts=2,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    code, out, _ = command("doctor", recipe, f"backbone.source={folder}")
+    assert code == 2
+    assert "has linear_attention layers" in out
+
+
+def test_a_row_is_coloured_or_bracketed_and_cannot_steer_the_terminal():
+    pieces = [("user\x1b[2J\n", False), ("yes", True), ("\n", False)]
+    assert example_text(pieces, in_colour=False).plain == "user\N{REPLACEMENT CHARACTER}[2J\n[[yes]]\n"
+    coloured = example_text(pieces, in_colour=True)
+    assert coloured.plain == "user\N{REPLACEMENT CHARACTER}[2J\nyes\n"
+    green = [coloured.plain[span.start : span.end] for span in coloured.spans if span.style == "green"]
+    assert green == ["yes"]
