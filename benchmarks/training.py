@@ -120,7 +120,7 @@ class Arm:
         dataset = HeadsDataset(read_cache(heldout), 1)
         for part in torch.arange(len(dataset)).split(512):
             batch = dataset.__getitems__(part.tolist())
-            hidden = batch["hidden"].to(self.backbone.device, self.heads.heads[0][-1].weight.dtype)
+            hidden = batch["hidden"].to(self.backbone.device, next(self.heads.parameters()).dtype)
             best = self.heads.draft_token_ids[self.heads(hidden, 0).argmax(dim=-1)].cpu()
             hits += int((best == batch["labels"][:, 0]).sum())
             total += len(part)

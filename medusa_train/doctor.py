@@ -36,7 +36,7 @@ from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_o
 from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import HeadsConfig, MedusaHeads, check_embeddings
 from medusa_train.losses import LossWeights
 from medusa_train.preflight import (
     Finding,
@@ -120,6 +120,7 @@ def examine(recipe: Recipe) -> Report:
     # Recipe and config give the shape of heads the same names.
     chosen = {name: value for name, value in recipe.heads if name in HeadsConfig.__dataclass_fields__}
     config = HeadsConfig(hidden_size=output.in_features, vocab_size=output.out_features, **chosen)
+    check_embeddings(config, Backbone(skeleton, section.source, ()))
 
     _check_folder(recipe, report)
     data = _find_data(recipe, tokenizer, skeleton, report)
@@ -348,7 +349,7 @@ def _report_heads(recipe: Recipe, config: HeadsConfig, report: Report) -> None:
         "weight_bytes": memory.weights,
         "gradient_bytes": memory.gradients,
         "optimizer_bytes": memory.optimizer,
-        "teacher_bytes": memory.teacher,
+        "projection_bytes": memory.projections,
         "logit_bytes_estimate": memory.logits_estimate,
         "training_bytes_estimate": memory.total_estimate,
     }

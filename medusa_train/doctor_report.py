@@ -89,10 +89,11 @@ def _lines(figures: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
             f"{size(backbone['memory_available_bytes'])} are free",
         ],
         "heads": [
-            f"{heads['num_heads']} heads, {heads['num_layers']} layers, vocabulary "
-            f"{heads['draft_vocab_size'] or heads['vocab_size']:,}: {heads['parameters'] / 1e6:,.2f} M parameters",
+            f"{heads['num_heads']} {heads['kind']} heads, layers {heads['num_layers']}, {heads['lm_head']} projection "
+            f"to {heads['draft_vocab_size'] or heads['vocab_size']:,} tokens: {heads['parameters'] / 1e6:,.2f} M "
+            "parameters",
             f"fp32 weights {size(heads['weight_bytes'])}, gradients {size(heads['gradient_bytes'])}, Adam "
-            f"{size(heads['optimizer_bytes'])}, soft labels' projection {size(heads['teacher_bytes'])}, logits "
+            f"{size(heads['optimizer_bytes'])}, frozen projection {size(heads['projection_bytes'])}, logits "
             f"about {size(heads['logit_bytes_estimate'])}: about {size(heads['training_bytes_estimate'])} in all",
         ],
         "data": [data["origin"], *_data_lines(data, heads)],

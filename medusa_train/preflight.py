@@ -55,19 +55,19 @@ class TrainingMemory:
         weights: fp32 heads.
         gradients: as many.
         optimizer: the two moments of Adam, fp32.
-        teacher: rows of the backbone's projection, for soft labels.
+        projections: frozen rows of the backbone's, for soft labels and for heads that share them.
         logits_estimate: logits and what the loss makes of them.
     """
 
     weights: int
     gradients: int
     optimizer: int
-    teacher: int
+    projections: int
     logits_estimate: int
 
     @property
     def total_estimate(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.teacher + self.logits_estimate
+        return self.weights + self.gradients + self.optimizer + self.projections + self.logits_estimate
 
 
 def training_memory(config: HeadsConfig, batch_positions: int) -> TrainingMemory:
@@ -80,7 +80,7 @@ def training_memory(config: HeadsConfig, batch_positions: int) -> TrainingMemory
         weights=weights,
         gradients=weights,
         optimizer=2 * weights,
-        teacher=FP32 * columns * config.hidden_size,
+        projections=(2 if config.lm_head == "shared" else 1) * FP32 * columns * config.hidden_size,
         logits_estimate=LOGIT_COPIES * FP32 * alive * columns,
     )
 

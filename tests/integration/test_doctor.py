@@ -100,6 +100,13 @@ def test_conversations_are_read_now_and_what_is_left_out_is_told(command, recipe
     assert "left out: 1, no assistant turn" in out
 
 
+@pytest.mark.parametrize("words", [["heads.kind=hydra"], ["heads.lm_head=shared"], ["heads.draft_vocab_size=0"]])
+def test_every_kind_of_heads_is_timed(command, recipe, tmp_path, words):
+    code, _, error = command("doctor", recipe, *words, "--json", tmp_path / "doctor.json")
+    assert code == 0, error
+    assert json.loads((tmp_path / "doctor.json").read_text())["train"]["step_seconds_estimate"] > 0
+
+
 def test_a_missing_end_token_is_told(command, recipe):
     write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3], end=9) for i in range(9)])
     assert "no end token is ever a target" in command("doctor", recipe)[1]

@@ -59,9 +59,14 @@ def told(rows, config=CONFIG, level="warning", eval_prompts=4):
 @pytest.mark.parametrize(("heads", "layers", "draft"), product((1, 3), (0, 1, 2), (0, 16)))
 def test_parameters_are_those_of_the_heads(heads, layers, draft):
     config = HeadsConfig(heads, layers, 8, 64, draft)
-    parameters = list(MedusaHeads(config).parameters())
-    assert count_parameters(config) == sum(parameter.numel() for parameter in parameters)
+    assert count_parameters(config) == sum(parameter.numel() for parameter in MedusaHeads(config).parameters())
     assert count_parameters(config) == heads * (layers * (8 * 8 + 8) + 8 * (draft or 64))
+
+
+@pytest.mark.parametrize(("kind", "lm_head"), product(("medusa", "hydra"), ("own", "shared")))
+def test_parameters_of_every_kind_of_heads(kind, lm_head):
+    config = HeadsConfig(3, 2, 8, 64, 16, kind, lm_head)
+    assert count_parameters(config) == sum(parameter.numel() for parameter in MedusaHeads(config).parameters())
 
 
 def test_memory_is_that_of_weights_gradients_and_adam():
@@ -75,7 +80,8 @@ def test_memory_is_that_of_weights_gradients_and_adam():
     assert memory.gradients == sum(parameter.grad.nbytes for parameter in parameters)
     moments = [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
     assert memory.optimizer == sum(moment.nbytes for moment in moments) == 2 * memory.weights
-    assert memory.total_estimate > memory.weights + memory.gradients + memory.optimizer
+    assert memory.projections == 16 * 8 * 4
+    assert memory.total_estimate > memory.weights + memory.gradients + memory.optimizer + memory.projections
     assert checkpoint_bytes(CONFIG) == 3 * (memory.weights + memory.optimizer) + memory.weights
 
 
