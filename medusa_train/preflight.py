@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 import torch
+from torch import Tensor
 
-from medusa_train.data.dataset import draft_vocabulary
-from medusa_train.data.hidden_states import Shard
 from medusa_train.data.rows import SPLITS, Row, Split
 from medusa_train.inference.checkpoint import expected_shapes
 from medusa_train.inference.heads import HeadsConfig
@@ -150,8 +149,9 @@ def survey(rows: Sequence[Row], config: HeadsConfig, end_ids: Collection[int]) -
     answers = [learnt_ids(row) for row in rows]
     train = [row for row in rows if row.split == "train"]
     spans = [end - max(start, 1) for row in train for start, end in row.spans]  # nothing predicts a text's first token
-    kept, coverage = draft_vocabulary([_tokens_only(train)], config.projection_size, config.vocab_size)
-    unseen = _tokens_only(row for row in rows if row.split != "train").tokens
+    counts = torch.bincount(_answer_tokens(train), minlength=config.vocab_size)
+    kept = counts.argsort(descending=True, stable=True)[: config.projection_size]  # as the train stage chooses them
+    unseen = _answer_tokens(row for row in rows if row.split != "train")
     seen_before, duplicates = set(), 0
     for answer in answers:
         duplicates += answer in seen_before
@@ -165,8 +165,8 @@ def survey(rows: Sequence[Row], config: HeadsConfig, end_ids: Collection[int]) -
         targets=[sum(max(0, length - head) for length in spans) for head in range(1, config.num_heads + 1)],
         spans=len(spans),
         short_spans=sum(length <= config.num_heads for length in spans),
-        distinct_tokens=len(_tokens_only(train).tokens.unique()),
-        coverage=coverage if train else 0.0,
+        distinct_tokens=int((counts > 0).sum()),
+        coverage=float(counts[kept].sum() / counts.sum()) if train else 0.0,
         unseen_coverage=float(torch.isin(unseen, kept).float().mean()) if len(unseen) else None,
         with_end=sum(not set(end_ids).isdisjoint(answer) for answer in answers),
         cut=sum(row.finish_reason == "length" for row in rows),
@@ -273,7 +273,5 @@ def _share(part: int, whole: int) -> str:
     return f"{part:,} of {whole:,} ({part / max(1, whole):.0%})"
 
 
-def _tokens_only(rows: Iterable[Row]) -> Shard:
-    """The answer tokens of rows, as a shard without states."""
-    ids = [token for row in rows for token in learnt_ids(row)]
-    return Shard(torch.empty(0), torch.tensor(ids, dtype=torch.long), torch.empty(0))
+def _answer_tokens(rows: Iterable[Row]) -> Tensor:
+    return torch.tensor([token for row in rows for token in learnt_ids(row)], dtype=torch.long)
