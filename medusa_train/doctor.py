@@ -8,11 +8,9 @@ that it follows a tree, and only if its weights are on this machine and fit into
 from __future__ import annotations
 
 import shutil
-import statistics
-import time
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -23,21 +21,16 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     GenerationConfig,
-    LlamaConfig,
-    LlamaForCausalLM,
     PreTrainedTokenizerBase,
 )
 
-from medusa_train.data.chat import encode_conversation, load_chat_tokenizer, render_prompt
-from medusa_train.data.dataset import HeadsDataset
-from medusa_train.data.hidden_states import Shard
-from medusa_train.data.prompts import load_conversations, load_records, normalized, prompt_of
-from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
+from medusa_train.data.chat import load_chat_tokenizer
+from medusa_train.data.rows import Row
+from medusa_train.doctor_data import Data, find_data
 from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads, check_embeddings
-from medusa_train.losses import LossWeights
+from medusa_train.inference.heads import HeadsConfig, check_embeddings
 from medusa_train.preflight import (
     Finding,
     RowStatistics,
@@ -52,10 +45,8 @@ from medusa_train.preflight import (
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import STAGE_KEYS, RunFolder
 from medusa_train.stages import Job
-from medusa_train.trainer import HeadsForTraining
+from medusa_train.step_time import time_training_step
 
-LOOK_AT = 2000  # records of a source that are read; a preflight must not take as long as the stage
-TIMED_STEPS, TIMING_SECONDS = 5, 10.0
 SPARE = 1.2  # a model or a training step wants this much more memory than its tensors
 
 
@@ -84,23 +75,6 @@ class Report:
         return {**self.figures, "findings": [asdict(finding) for finding in self.findings]}
 
 
-@dataclass
-class Data:
-    """What is known of the rows now.
-
-    Attributes:
-        rows: the rows, if there are any yet.
-        origin: where the figures come from, in words.
-        dropped: reason -> records that will not become rows.
-        prompts: how many prompts will be answered, if that is known.
-    """
-
-    rows: list[Row]
-    origin: str
-    dropped: Counter[str]
-    prompts: int | None = None
-
-
 def examine(recipe: Recipe) -> Report:
     """Look at everything that a run of this recipe depends on.
 
@@ -123,7 +97,12 @@ def examine(recipe: Recipe) -> Report:
     check_embeddings(config, Backbone(skeleton, section.source, ()))
 
     _check_folder(recipe, report)
-    data = _find_data(recipe, tokenizer, skeleton, report)
+    try:
+        limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
+        data = find_data(recipe, tokenizer, limit)
+    except UserError as error:
+        report.tell("error", str(error))
+        data = Data([], "the rows cannot be known", Counter())
     stats = survey(data.rows, config, end_ids) if data.rows else None
     if stats is not None:
         report.findings += judge(stats, config, recipe.eval.num_prompts)
@@ -172,95 +151,6 @@ def _check_folder(recipe: Recipe, report: Report) -> None:
         RunFolder(recipe).check(list(STAGE_KEYS), overwrite=False)
     except UserError as error:
         report.tell("error", str(error))
-
-
-def _find_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skeleton: Any, report: Report) -> Data:
-    """Rows of the distill stage; else what its source would give, as far as that can be known before."""
-    section, folder = recipe.data, RunFolder(recipe)
-    path = folder.stage("distill") / "rows.jsonl"
-    prompts_path = folder.stage("prompts") / "prompts.jsonl"
-    try:
-        rows = read_rows(path) if path.exists() and path.stat().st_size else []
-        if section.conversations:
-            data = _scan_conversations(recipe, tokenizer)
-        elif prompts_path.exists():
-            data = _scan_prompts(recipe, tokenizer, skeleton, read_prompts(prompts_path), str(prompts_path))
-        elif section.prompts == "synthesize":
-            data = Data([], "the backbone will write the prompts", Counter(), section.num_prompts or 1000)
-        else:
-            data = _scan_prompt_source(recipe, tokenizer, skeleton)
-    except UserError as error:
-        report.tell("error", str(error))
-        return Data([], "the source cannot be read", Counter())
-    if rows:
-        if missing := (data.prompts or 0) - len(rows):
-            waiting = "not answered (data.answer_tokens reached, or distilling is not done)"
-            data.dropped += Counter({waiting: max(0, missing)})
-        return Data(rows, str(path), data.dropped)
-    return data
-
-
-def _scan_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """The rows that the first conversations of the source will give, and why others give none."""
-    section = recipe.data
-    rows: dict[str, Row] = {}
-    dropped: Counter[str] = Counter()
-    source = str(section.conversations)
-    for messages in islice(load_conversations(source, section.prompts_split), LOOK_AT):
-        try:
-            ids, spans = encode_conversation(tokenizer, messages)
-        except UserError as error:
-            dropped[str(error)] += 1
-            continue
-        spans = [(start, min(end, section.max_length)) for start, end in spans if start < section.max_length]
-        if not spans:
-            dropped["no assistant token before data.max_length"] += 1
-            continue
-        first = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
-        split = split_of(Prompt.of(messages[:first]).id, section.calibration_share, section.heldout_share)
-        row = Row(Prompt.of(messages).id, split, messages[:first], ids[: section.max_length], spans, "given")
-        dropped["the same conversation again"] += row.id in rows
-        rows[row.id] = row
-    looked = len(rows) + dropped.total()
-    origin = f"{source}, its first {LOOK_AT:,} conversations" if looked == LOOK_AT else source
-    return Data(list(rows.values()), origin, dropped)
-
-
-def _scan_prompt_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skeleton: Any) -> Data:
-    section = recipe.data
-    prompts: dict[str, Prompt] = {}
-    dropped: Counter[str] = Counter()
-    looked = 0
-    for record in islice(load_records(section.prompts, section.prompts_split), LOOK_AT):
-        if section.num_prompts and len(prompts) == section.num_prompts:
-            break
-        looked += 1
-        if not (messages := prompt_of(record, section.prompts)):
-            dropped["no text of a user"] += 1
-            continue
-        prompt = Prompt.of(messages)
-        dropped["the same prompt again"] += normalized(prompt) in prompts
-        prompts.setdefault(normalized(prompt), prompt)
-    origin = f"{section.prompts}, its first {LOOK_AT:,} records" if looked == LOOK_AT else section.prompts
-    data = _scan_prompts(recipe, tokenizer, skeleton, list(prompts.values()), origin)
-    data.dropped += dropped
-    return data
-
-
-def _scan_prompts(
-    recipe: Recipe, tokenizer: PreTrainedTokenizerBase, skeleton: Any, prompts: list[Prompt], origin: str
-) -> Data:
-    limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
-    dropped: Counter[str] = Counter()
-    for prompt in prompts:
-        try:
-            length = len(render_prompt(tokenizer, prompt.messages))
-        except UserError as error:
-            dropped[str(error)] += 1
-            continue
-        if limit and length > limit - recipe.data.max_new_tokens:
-            dropped[f"no room for {recipe.data.max_new_tokens} tokens within the model's {limit:,} positions"] += 1
-    return Data([], origin, dropped, len(prompts) - dropped.total())
 
 
 def _example(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
@@ -420,51 +310,3 @@ def _report_training(
     steps = optimizer_steps(positions["training"], batch, accumulation, training.num_train_epochs)
     figures["steps" if stats is not None else "steps_at_most"] = steps
     figures["train_seconds_estimate" if stats is not None else "train_seconds_estimate_at_most"] = steps * step
-
-
-def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device, dtype: torch.dtype) -> float:
-    """Median seconds of an optimizer step on heads of this shape, from random hidden states.
-
-    Batches go the way of the train stage: dataset, loss, backward pass, clipping, AdamW. A stand-in without layers has
-    the projection and the embeddings that the loss reads of a backbone.
-    """
-    training = recipe.training
-    torch.manual_seed(recipe.seed)
-    stand_in = LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=config.vocab_size,
-            hidden_size=config.hidden_size,
-            intermediate_size=1,
-            num_hidden_layers=0,
-            num_attention_heads=1,
-            tie_word_embeddings=True,
-            initializer_range=0.02,
-        )
-    )
-    backbone = Backbone(stand_in.to(device, dtype).eval().requires_grad_(False), "", ())
-    heads = MedusaHeads.for_backbone(backbone, config)
-    weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
-    module = HeadsForTraining(heads, backbone, weights).to(device)
-    optimizer = torch.optim.AdamW(heads.parameters(), training.learning_rate, fused=True)
-    positions = 2 * training.per_device_train_batch_size + config.num_heads
-    shard = Shard(
-        torch.randn(positions, config.hidden_size, dtype=torch.bfloat16),
-        torch.randint(config.projection_size, (positions,)),
-        torch.full((positions,), positions),
-    )
-    dataset = HeadsDataset([shard], config.num_heads)
-    seconds: list[float] = []
-    while len(seconds) <= TIMED_STEPS and (len(seconds) < 2 or sum(seconds) < TIMING_SECONDS):
-        start = time.perf_counter()
-        for _ in range(training.gradient_accumulation_steps):
-            picked = torch.randint(len(dataset), (training.per_device_train_batch_size,)).tolist()
-            batch = {name: tensor.to(device) for name, tensor in dataset.__getitems__(picked).items()}
-            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-                loss = module(**batch)["loss"]
-            loss.backward()
-        torch.nn.utils.clip_grad_norm_(heads.parameters(), training.max_grad_norm)
-        optimizer.step()
-        optimizer.zero_grad()
-        loss.item()  # waits for the device
-        seconds.append(time.perf_counter() - start)
-    return statistics.median(seconds[1:])  # the first one warms up

@@ -83,6 +83,19 @@ def test_rows_are_counted_and_one_is_shown(command, recipe, tmp_path):
     assert files_of(tmp_path) == before
 
 
+def test_prompts_that_will_be_left_out_are_told(command, recipe, tmp_path):
+    records = [{"prompt": "the cat"}, {"prompt": "The  cat"}, {"prompt": " "}, {"prompt": "on the mat " * 300}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, out, error = command("doctor", recipe, "--json", tmp_path / "doctor.json")
+    assert code == 0, error
+    told = json.loads((tmp_path / "doctor.json").read_text())["data"]
+    assert told["prompts"] == 1
+    assert told["dropped"] == {
+        "the same prompt again": 1, "no text of a user": 1, "no room for 8 tokens within the model's 256 positions": 1,
+    }  # fmt: skip
+    assert "left out: 1, no room for 8 tokens" in out
+
+
 def test_conversations_are_read_now_and_what_is_left_out_is_told(command, recipe, tmp_path):
     said = [
         {"messages": [{"role": "user", "content": f"the cat {i}"}, {"role": "assistant", "content": f"the mat {i}"}]}

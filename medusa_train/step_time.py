@@ -1,0 +1,67 @@
+"""How long a training step of heads takes on this device, measured without a backbone or a cache."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from medusa_train.data.dataset import HeadsDataset
+from medusa_train.data.hidden_states import Shard
+from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.losses import LossWeights
+from medusa_train.recipe import Recipe
+from medusa_train.trainer import HeadsForTraining
+
+TIMED_STEPS, TIMING_SECONDS = 5, 10.0
+
+
+def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device, dtype: torch.dtype) -> float:
+    """Median seconds of an optimizer step on heads of this shape, from random hidden states.
+
+    Batches go the way of the train stage: dataset, loss, backward pass, clipping, AdamW. A stand-in without layers has
+    the projection and the embeddings that the loss reads of a backbone.
+    """
+    training = recipe.training
+    torch.manual_seed(recipe.seed)
+    stand_in = LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            intermediate_size=1,
+            num_hidden_layers=0,
+            num_attention_heads=1,
+            tie_word_embeddings=True,
+            initializer_range=0.02,
+        )
+    )
+    backbone = Backbone(stand_in.to(device, dtype).eval().requires_grad_(False), "", ())
+    heads = MedusaHeads.for_backbone(backbone, config)
+    weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
+    module = HeadsForTraining(heads, backbone, weights).to(device)
+    optimizer = torch.optim.AdamW(heads.parameters(), training.learning_rate, fused=True)
+    positions = 2 * training.per_device_train_batch_size + config.num_heads
+    shard = Shard(
+        torch.randn(positions, config.hidden_size, dtype=torch.bfloat16),
+        torch.randint(config.projection_size, (positions,)),
+        torch.full((positions,), positions),
+    )
+    dataset = HeadsDataset([shard], config.num_heads)
+    seconds: list[float] = []
+    while len(seconds) <= TIMED_STEPS and (len(seconds) < 2 or sum(seconds) < TIMING_SECONDS):
+        start = time.perf_counter()
+        for _ in range(training.gradient_accumulation_steps):
+            picked = torch.randint(len(dataset), (training.per_device_train_batch_size,)).tolist()
+            batch = {name: tensor.to(device) for name, tensor in dataset.__getitems__(picked).items()}
+            with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
+                loss = module(**batch)["loss"]
+            loss.backward()
+        torch.nn.utils.clip_grad_norm_(heads.parameters(), training.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()  # waits for the device
+        seconds.append(time.perf_counter() - start)
+    return statistics.median(seconds[1:])  # the first one warms up
