@@ -32,7 +32,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import get_cosine_schedule_with_warmup
 
 from medusa_train.data.dataset import IGNORED, HeadsDataset, draft_vocabulary
-from medusa_train.data.hidden_states import read_cache, write_cache
+from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
 from medusa_train.data.rows import Row, read_rows
 from medusa_train.inference.backbone import Backbone, load_backbone
 from medusa_train.inference.files import write_json
@@ -84,7 +84,7 @@ class Arm:
         self.settings = settings
         shards = read_cache(cache / "train")
         vocabulary, whole = ARMS[name], self.backbone.vocab_size
-        kept = draft_vocabulary(shards, vocabulary, whole)[0] if vocabulary else None
+        kept = draft_vocabulary((shard.tokens for shard in shards), vocabulary, whole)[0] if vocabulary else None
         config = HeadsConfig(recipe.heads.num_heads, 1, self.backbone.hidden_size, whole, vocabulary)
         self.heads = MedusaHeads.for_backbone(self.backbone, config, kept)
         if name == "original":
@@ -102,8 +102,9 @@ class Arm:
             size, self.learning_rate = training.per_device_train_batch_size, training.learning_rate
 
             def cached_loss(picked: list[int]) -> Tensor:
-                batch = dataset.__getitems__(picked)
-                return module(**{name: tensor.to(self.backbone.device) for name, tensor in batch.items()})["loss"]
+                samples = dataset.__getitems__(picked)
+                del samples["index"]  # for the Trainer's messages
+                return module(**{name: tensor.to(self.backbone.device) for name, tensor in samples.items()})["loss"]
 
             self.loss, self.positions, samples = cached_loss, len, len(dataset)
         shuffled = [part for _ in range(settings.epochs) for part in torch.randperm(samples).split(size)]
@@ -182,11 +183,12 @@ def build_cache(connection: Connection, settings: argparse.Namespace, cache: Pat
     recipe = recipe_of(settings.run)
     backbone = load_backbone(recipe.backbone.source, settings.dtype, recipe.backbone.device)
     rows, batch = train_rows(settings), recipe.data.cache_batch_tokens
+    nothing = KeptStates(cache / "none")  # what distillation kept would make it free
     start = time.perf_counter()
-    write_cache(backbone, rows, cache / "train", batch, 64, "train")
+    write_cache(backbone, rows, nothing, cache / "train", batch, 64, "train")
     seconds = time.perf_counter() - start
     heldout = read_rows(settings.run / "distill" / "rows.jsonl", "heldout")
-    write_cache(backbone, heldout, cache / "heldout", batch, 64, "heldout")
+    write_cache(backbone, heldout, nothing, cache / "heldout", batch, 64, "heldout")
     connection.send((sum(len(row.input_ids) for row in rows), seconds))
 
 

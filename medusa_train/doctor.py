@@ -232,7 +232,9 @@ def available_memory(device: torch.device) -> int:
 
 
 def _report_heads(recipe: Recipe, config: HeadsConfig, report: Report) -> None:
-    memory = training_memory(config, recipe.training.per_device_train_batch_size)
+    training = recipe.training
+    width = training.pack_tokens if training.mode == "online" else 1
+    memory = training_memory(config, training.per_device_train_batch_size * width)
     report.figures["heads"] = {
         **asdict(config),
         "parameters": count_parameters(config),
@@ -252,7 +254,10 @@ def _report_data(recipe: Recipe, data: Data, stats: RowStatistics | None, report
     report.figures["data"] = figures
     if stats is not None:
         figures |= asdict(stats)
-        return {"cached": sum(stats.positions.values()), "training": stats.training_positions}
+        cached = sum(stats.positions.values())
+        if recipe.training.mode == "online":
+            cached -= stats.positions["train"]  # computed in every step instead
+        return {"cached": cached, "training": stats.training_positions}
     if data.prompts is None:
         return {"cached": None, "training": None}
     longest = data.prompts * section.max_new_tokens
@@ -303,6 +308,9 @@ def _report_training(
         )
     if needed * SPARE > available:
         return  # the step could not be timed either
+    if training.mode == "online":
+        report.tell("note", "online training is not timed: its steps are mostly passes of the backbone")
+        return
     step = time_training_step(recipe, config, device, dtype)
     figures["step_seconds_estimate"] = step
     if positions["training"] is None:

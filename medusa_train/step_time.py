@@ -55,7 +55,8 @@ def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device
         start = time.perf_counter()
         for _ in range(training.gradient_accumulation_steps):
             picked = torch.randint(len(dataset), (training.per_device_train_batch_size,)).tolist()
-            batch = {name: tensor.to(device) for name, tensor in dataset.__getitems__(picked).items()}
+            samples = dataset.__getitems__(picked)
+            batch = {name: tensor.to(device) for name, tensor in samples.items() if name != "index"}
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 loss = module(**batch)["loss"]
             loss.backward()

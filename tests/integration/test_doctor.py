@@ -120,6 +120,16 @@ def test_every_kind_of_heads_is_timed(command, recipe, tmp_path, words):
     assert json.loads((tmp_path / "doctor.json").read_text())["train"]["step_seconds_estimate"] > 0
 
 
+def test_online_training_stores_no_training_states_and_is_not_timed(command, recipe, tmp_path):
+    write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3]) for i in range(9)])
+    code, out, error = command("doctor", recipe, "training.mode=online", "--json", tmp_path / "doctor.json")
+    assert code == 0, error
+    told = json.loads((tmp_path / "doctor.json").read_text())
+    assert told["disk"]["cache_bytes"] == 60 * (2 * 32 + 16)
+    assert "step_seconds_estimate" not in told["train"]
+    assert "online training is not timed" in out
+
+
 def test_a_missing_end_token_is_told(command, recipe):
     write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3], end=9) for i in range(9)])
     assert "no end token is ever a target" in command("doctor", recipe)[1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from conftest import make_llama
 from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
-from medusa_train.data.hidden_states import read_cache, write_cache
+from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
 from medusa_train.data.rows import Row
 from medusa_train.inference import HeadsConfig, MedusaHeads
 from medusa_train.inference.backbone import Backbone
@@ -93,7 +93,7 @@ def test_logits_of_a_batch_stop_growing_at_the_chunk():
 
 def test_cache_is_as_large_as_said(tmp_path):
     rows = [row(1, [3, 4, END]), row(2, [8, 9, 10, 11, END]), row(3, [7, END], prompt=())]
-    write_cache(Backbone.wrap(make_llama()), rows, tmp_path, 64, 2, "test")
+    write_cache(Backbone.wrap(make_llama()), rows, KeptStates(tmp_path / "none"), tmp_path, 64, 2, "test")
     stats = survey(rows, HeadsConfig(2, 1, 32, 64), {END})
     shards = read_cache(tmp_path)
     assert stats.positions["train"] == sum(len(shard.tokens) for shard in shards)
@@ -117,7 +117,7 @@ def test_steps_are_counted_as_the_trainer_does(positions, batch, accumulation, e
 
 def test_targets_of_each_head_are_those_of_the_dataset(tmp_path):
     rows = [row(number, range(2, 2 + length)) for number, length in enumerate((1, 2, 3, 9))]
-    write_cache(Backbone.wrap(make_llama()), rows, tmp_path, 64, 64, "test")
+    write_cache(Backbone.wrap(make_llama()), rows, KeptStates(tmp_path / "none"), tmp_path, 64, 64, "test")
     dataset = HeadsDataset(read_cache(tmp_path), 4)
     labels = dataset.__getitems__(range(len(dataset)))["labels"]
     stats = survey(rows, HeadsConfig(4, 1, 32, 64), {END})
@@ -128,8 +128,8 @@ def test_targets_of_each_head_are_those_of_the_dataset(tmp_path):
 def test_coverage_is_that_of_the_vocabulary_which_training_chooses(tmp_path):
     rows = [row(1, [2, 2, 2, 3, 3, 4]), row(2, [2, 9, 9, 9], "heldout")]
     config = HeadsConfig(1, 1, 32, 64, 2)
-    write_cache(Backbone.wrap(make_llama()), rows[:1], tmp_path, 64, 64, "test")
-    kept, coverage = draft_vocabulary(read_cache(tmp_path), 2, 64)
+    write_cache(Backbone.wrap(make_llama()), rows[:1], KeptStates(tmp_path / "none"), tmp_path, 64, 64, "test")
+    kept, coverage = draft_vocabulary([shard.tokens for shard in read_cache(tmp_path)], 2, 64)
     stats = survey(rows, config, {END})
     assert kept.tolist() == [2, 3]
     assert stats.coverage == pytest.approx(coverage) == pytest.approx(5 / 6)
