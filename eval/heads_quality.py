@@ -2,8 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.acceptance import Ranks, recall
 from medusa_train.eval.tree_search import best_tree, count_prefixes, expected_tokens
+
+
+def first_positions(shards: Sequence[Shard], positions: int) -> list[Shard]:
+    """About so many positions, the same share from the start of every shard; an answer that is cut simply ends there."""
+    total = sum(len(shard.tokens) for shard in shards)
+    thinned = []
+    for shard in shards:
+        kept = min(len(shard.tokens), -(-len(shard.tokens) * positions // total))
+        thinned.append(Shard(shard.hidden[:kept], shard.tokens[:kept], shard.ends[:kept].clamp(max=kept)))
+    return thinned
 
 
 def heads_quality(ranks: Ranks, tree_size: int, max_rank: int) -> dict[str, float]:

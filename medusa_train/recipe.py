@@ -108,6 +108,8 @@ class TrainingSection(_Section):
     save_steps: int = Field(100, ge=1)
     eval_steps: int | None = Field(None, ge=0)
     """Measure the heads on calibration answers this often; null: with every checkpoint; 0: never."""
+    eval_positions: int = Field(4096, ge=2)
+    """How many positions of the calibration answers an evaluation looks at."""
     eval_tree_size: int = Field(16, ge=1)
     """Tokens per pass of the tree whose tokens per step are measured."""
     metric_for_best_model: Literal["tokens_per_step", "loss"] = "tokens_per_step"
@@ -150,7 +152,7 @@ class TrainingSection(_Section):
 
     def trainer_arguments(self) -> dict[str, Any]:
         """What goes to `transformers.TrainingArguments`."""
-        ours = {"mode", "pack_tokens", "eval_tree_size", "early_stopping_patience"}
+        ours = {"mode", "pack_tokens", "eval_positions", "eval_tree_size", "early_stopping_patience"}
         loss = {"loss_scale", "loss_decay", "soft_share"}
         return self.model_dump(exclude=ours | loss) | {
             "eval_steps": self.steps_between_evaluations or None,

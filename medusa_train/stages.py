@@ -27,6 +27,7 @@ from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, read_prompt
 from medusa_train.eval.acceptance import token_ranks
 from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.eval.evaluate import evaluate
+from medusa_train.eval.heads_quality import first_positions
 from medusa_train.eval.report import write_report
 from medusa_train.eval.speed import measure_step_seconds
 from medusa_train.eval.step_curve import fit_step_times
@@ -186,7 +187,7 @@ def run_train(job: Job) -> dict[str, Any]:
     )
     evaluation = None
     if training.steps_between_evaluations:
-        calibration = read_cache(folder.stage("cache") / "calibration")
+        calibration = first_positions(read_cache(folder.stage("cache") / "calibration"), training.eval_positions)
         evaluation = Evaluation(calibration, training.eval_tree_size, recipe.inference.max_rank)
     trainer = train_heads(
         model, backbone, dataset,

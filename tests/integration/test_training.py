@@ -6,6 +6,8 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -124,6 +126,30 @@ def test_killed_again_and_again_it_ends_in_the_same_weights(train, monkeypatch, 
     rates = [[entry["learning_rate"] for entry in history(job) if "loss" in entry] for job in (resumed, unbroken)]
     assert rates[0] == rates[1]
     assert len(rates[1]) == steps
+
+
+KILL_ITSELF = """
+import os, signal, sys, torch
+original, steps = torch.optim.AdamW.step, []
+def step(self, *rest, **named):
+    steps.append(1)
+    if len(steps) == 8:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return original(self, *rest, **named)
+torch.optim.AdamW.step = step
+from medusa_train.cli import main
+sys.argv = ["medusa-train", "train", *sys.argv[1:]]
+main()
+"""
+
+
+def test_a_process_killed_by_the_system_leaves_what_the_next_one_needs(train, cached):
+    shutil.copytree(cached.parent / "run", train.folder)
+    command = [sys.executable, "-c", KILL_ITSELF, str(cached), "--out", str(train.folder)]
+    killed = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    assert (train.folder / "train" / "checkpoint-6").exists()
+    assert_same_weights(train(), train(name="unbroken"))
 
 
 def test_sigterm_saves_and_exits_with_0_and_the_next_command_goes_on(train, cached, command, monkeypatch):

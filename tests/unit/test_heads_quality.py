@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.acceptance import Ranks
-from medusa_train.eval.heads_quality import cross_fitted_tokens_per_step, heads_quality
+from medusa_train.eval.heads_quality import cross_fitted_tokens_per_step, first_positions, heads_quality
 from medusa_train.eval.tree_search import MISS, best_tree, count_prefixes, expected_tokens
 
 
@@ -56,3 +57,15 @@ def test_recall_is_named_by_head():
     figures = heads_quality(make_ranks([[[0, 3], [4, MISS]]]), 4, 10)
     assert figures.keys() == {"tokens_per_step", "top1_h1", "top1_h2", "top5_h1", "top5_h2"}
     assert [figures[name] for name in ("top1_h1", "top1_h2", "top5_h1", "top5_h2")] == [0.5, 0, 1, 0.5]
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 100))
+def test_every_shard_gives_its_share_of_the_positions(first, second, positions):
+    shards = [
+        Shard(torch.zeros(length, 4), torch.arange(length), torch.full((length,), length)) for length in (first, second)
+    ]
+    thinned = first_positions(shards, positions)
+    kept = [len(shard.tokens) for shard in thinned]
+    assert min(positions, first + second) <= sum(kept) <= positions + 2
+    assert all(int(shard.ends.max()) == len(shard.tokens) == len(shard.hidden) for shard in thinned)
+    assert kept[0] / first == pytest.approx(kept[1] / second, abs=1 / min(first, second))
