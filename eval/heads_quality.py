@@ -10,7 +10,7 @@ from medusa_train.eval.tree_search import best_tree, count_prefixes, expected_to
 
 
 def first_positions(shards: Sequence[Shard], positions: int) -> list[Shard]:
-    """About so many positions, the same share from the start of every shard; an answer that is cut simply ends there."""
+    """About so many positions, the same share from the start of every shard; an answer that is cut ends there."""
     total = sum(len(shard.tokens) for shard in shards)
     thinned = []
     for shard in shards:
