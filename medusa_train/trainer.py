@@ -261,7 +261,7 @@ def train_heads(
     arguments: dict[str, Any],
     evaluation: Evaluation | None = None,
     early_stopping_patience: int | None = None,
-) -> Trainer:
+) -> HeadsTrainer:
     """Train the heads of ``model`` in place; goes on from the last whole checkpoint in ``folder``.
 
     Args:
@@ -320,7 +320,7 @@ def train_heads(
     return trainer
 
 
-def whole_heads(trainer: Trainer, heads: MedusaHeads) -> MedusaHeads | None:
+def whole_heads(trainer: HeadsTrainer, heads: MedusaHeads) -> MedusaHeads | None:
     """The heads that ``trainer`` trained, gathered from all ranks; every rank calls this, rank 0 gets them.
 
     Under ZeRO-3 and FSDP the parameters of ``heads`` are one rank's shares, or empty.
@@ -331,6 +331,7 @@ def whole_heads(trainer: Trainer, heads: MedusaHeads) -> MedusaHeads | None:
         return None
     whole = MedusaHeads(heads.config, tensors[prefix + "draft_token_ids"])
     whole.load_state_dict({name: tensors[prefix + name] for name in whole.state_dict()}, assign=True)
+    whole.to(trainer.args.device).share_projection(trainer.backbone)
     return whole
 
 
@@ -344,7 +345,7 @@ def _is_over(state: dict[str, Any], planned_steps: int) -> bool:
     return bool(state["global_step"] >= planned_steps)
 
 
-def _load_finished(trainer: Trainer, checkpoint: Path) -> Trainer:
+def _load_finished(trainer: HeadsTrainer, checkpoint: Path) -> HeadsTrainer:
     """What `Trainer.train` leaves behind, from the last checkpoint of a run that was killed after it."""
     trainer.state = TrainerState.load_from_json(str(checkpoint / STATE))
     best = checkpoint.parent / f"checkpoint-{trainer.state.best_global_step}"

@@ -113,7 +113,7 @@ def recipe_file(tmp_path, tiny_chat_folder):
     recipe = {
         "output_dir": str(tmp_path / "run"),
         "backbone": {"source": str(tiny_chat_folder), "dtype": "float32", "device": "cpu"},
-        "heads": {"num_heads": 2, "draft_vocab_size": 128},
+        "heads": {"num_heads": 2, "kind": "hydra", "lm_head": "shared", "draft_vocab_size": 128},
         "data": {"conversations": str(tmp_path / "talks.jsonl"), "calibration_share": 0.2, "heldout_share": 0.2},
         "training": {"mode": "online", "pack_tokens": 96, "num_train_epochs": 3, "save_steps": 4, "logging_steps": 4},
         "inference": {"tree_sizes": [1, 4], "step_time_rounds": 1, "step_time_steps": 2},
