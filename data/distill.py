@@ -25,7 +25,7 @@ def distill(
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[Prompt],
     path: Path,
-    states_folder: Path,
+    states_folder: Path | None,
     answer_tokens: int | None,
     max_new_tokens: int,
     batch_size: int,
@@ -40,6 +40,7 @@ def distill(
     miss a row, as a whole and so exactly as an unbroken run, and appends only the missing rows.
 
     Args:
+        states_folder: None keeps no states.
         answer_tokens: stop once this many have been written; None answers every prompt. Prompts of the calibration
             and held-out splits come first, so that stopping early never leaves those empty.
     """
@@ -71,7 +72,8 @@ def distill(
             members = waiting[start : start + batch_size]
             if any(prompt.id not in done for _, prompt in members):
                 rows, states = _answer(backbone, members, splits, max_new_tokens)
-                keep_states(states_folder / f"batch-{number:05d}.safetensors", rows, states)
+                if states_folder:
+                    keep_states(states_folder / f"batch-{number:05d}.safetensors", rows, states)
                 missing = [row for row in rows if row.id not in done]
                 append_jsonl(path, missing)
                 done |= {row.id: row for row in missing}

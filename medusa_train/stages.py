@@ -109,7 +109,7 @@ def run_prompts(job: Job) -> dict[str, Any]:
 
 
 def run_distill(job: Job) -> dict[str, Any]:
-    """Write ``distill/rows.jsonl``, and ``distill/states/`` for the cache."""
+    """Write ``distill/rows.jsonl``, and ``distill/states/`` for the cache, which online training hardly has."""
     data, folder = job.recipe.data, job.folder
     stage = folder.begin("distill")
     path = stage / "rows.jsonl"
@@ -120,9 +120,10 @@ def run_distill(job: Job) -> dict[str, Any]:
         )  # fmt: skip
     else:
         tokenizer = job.tokenizer
+        states = stage / "states" if job.recipe.training.mode == "cached" else None
         distill(
             job.backbone, tokenizer, read_prompts(folder.stage("prompts") / "prompts.jsonl"), path,
-            stage / "states", data.answer_tokens, data.max_new_tokens, data.batch_size,
+            states, data.answer_tokens, data.max_new_tokens, data.batch_size,
             data.calibration_share, data.heldout_share,
         )  # fmt: skip
     rows = read_rows(path)

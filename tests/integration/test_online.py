@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from conftest import make_llama
 from medusa_train.data.dataset import HeadsDataset
-from medusa_train.data.hidden_states import read_cache, write_cache
+from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
 from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row
 from medusa_train.inference import HeadsConfig, MedusaHeads, UserError
@@ -59,7 +59,8 @@ def batch_of(dataset):
 @pytest.mark.parametrize("heads_kind", ["medusa", "hydra"])
 def test_gradients_are_those_of_cached_training(backbone, tmp_path, heads_kind):
     made = random_rows(11)
-    write_cache(backbone, made, tmp_path, batch_tokens=64, rows_per_shard=4, name="train")
+    nothing = KeptStates(tmp_path / "states")
+    write_cache(backbone, made, nothing, tmp_path, batch_tokens=64, rows_per_shard=4, name="train")
     cached, online = (training_module(kind, backbone, heads_kind) for kind in (HeadsForTraining, OnlineHeads))
     theirs = cached(**batch_of(HeadsDataset(read_cache(tmp_path), HEADS)))
     ours = online(**batch_of(PackedRows(made, HEADS, 48, seed=0)))
@@ -172,3 +173,15 @@ def test_what_online_training_refuses(recipe_file, monkeypatch):
     monkeypatch.setattr("medusa_train.stages.check_packing", refuse)
     with pytest.raises(UserError, match="no packs"):
         run_stages(Job(load_recipe(recipe_file, [*short, "heads.num_heads=2"])), ["train"])
+
+
+def test_distillation_keeps_no_states_that_nothing_would_read(recipe_file):
+    prompts = recipe_file.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"what is the cat {i} ?"}) + "\n" for i in range(12)))
+    words = ["data.conversations=null", f"data.prompts={prompts}", "data.num_prompts=null", "data.max_new_tokens=4"]
+    for mode in ("online", "cached"):
+        job = Job(
+            load_recipe(recipe_file, [*words, f"training.mode={mode}", f"output_dir={recipe_file.parent / mode}"])
+        )
+        run_stages(job, list(STAGES)[:2])
+        assert (job.folder.stage("distill") / "states").exists() == (mode == "cached")
