@@ -1,14 +1,18 @@
 """Training with the backbone in the loop gives what training from the cache gives."""
 
 import json
+import socket
 
 import pytest
 import torch
+import torch.distributed as dist
 import yaml
 from safetensors.torch import load_file
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.fsdp import fully_shard
 
 from conftest import make_llama
-from medusa_train.data.dataset import HeadsDataset
+from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
 from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row
@@ -82,6 +86,39 @@ def test_a_pack_of_two_texts_has_the_losses_of_both(backbone):
     assert len(PackedRows(made, HEADS, 64, seed=0)) == 1
     torch.testing.assert_close(together["sums"], apart[0]["sums"] + apart[1]["sums"], rtol=1e-4, atol=1e-4)
     assert torch.equal(together["counts"], apart[0]["counts"] + apart[1]["counts"])
+
+
+def train_sharded(rank, port, path):
+    """One of two processes: three steps of heads that FSDP2 shares out, and of whole ones; rank 0 writes both."""
+    dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
+    backbone = Backbone.wrap(make_llama(vocab_size=VOCABULARY))
+    whole, sharded = (training_module(OnlineHeads, backbone) for _ in range(2))
+    fully_shard(sharded, mesh=dist.init_device_mesh("cpu", (2,)))
+    batch = batch_of(PackedRows(random_rows(11), HEADS, 48, seed=0))
+    half = len(batch["labels"]) // 2
+    valid = (batch["labels"] != IGNORED).sum()
+    part = {name: tensor[half:] if rank else tensor[:half] for name, tensor in batch.items()}
+    for module, inputs, ranks in ((whole, batch, 1), (sharded, part, 2)):
+        optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+        for _ in range(3):
+            optimizer.zero_grad()
+            (module(**inputs, num_items_in_batch=valid)["loss"] * ranks).backward()  # gradients are averaged
+            optimizer.step()
+    gathered = get_model_state_dict(sharded, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+    if rank == 0:
+        torch.save((gathered, whole.state_dict()), path)
+    dist.destroy_process_group()
+
+
+def test_heads_that_fsdp_shares_out_learn_the_same_and_are_gathered_whole(tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(train_sharded, (port, tmp_path / "heads.pt"), nprocs=2)
+    ours, theirs = torch.load(tmp_path / "heads.pt", weights_only=True)
+    assert ours.keys() == theirs.keys()
+    for name, tensor in theirs.items():
+        torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6, msg=name)
 
 
 def test_the_backbone_stays_out_of_training(backbone):
