@@ -18,8 +18,9 @@ RUN ?= runs/quickstart-medusa
 demo: $(STAMP)
 	$(BIN)/medusa-train quickstart
 
+# One thread each: tests are many and small, and two processes with two threads each stand in each other's way.
 test: $(STAMP)-dev check docs
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Exported heads must draft in vLLM what they draft here: same text, same accepted drafts at every depth.
 test-vllm: $(STAMP) $(VLLM)/installed
