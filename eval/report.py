@@ -33,7 +33,9 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
             for figure, caption in (
                 (_by_tree_size(report), "Expected tokens per step and speedup of each tree size, from exact counts on "
                  "calibration answers and step times measured on this device. The ring is the chosen size."),
-                (_recall(report), "Rank of the token that really came, on held-out answers."),
+                (_recall(report), "Rank of the token that really came, on held-out answers" + (
+                    "; the tokens before it were true too." if report["setting"]["kind"] == "hydra" else "."
+                )),
                 (_histogram(report), "Tokens emitted by a step."),
             )
         ],
