@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import json
+import math
 import os
 import shutil
 import signal
@@ -14,6 +15,7 @@ import pytest
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
+from transformers import get_cosine_schedule_with_warmup
 
 import medusa_train.stages
 import medusa_train.trainer
@@ -227,12 +229,19 @@ def test_a_full_disk_leaves_the_old_checkpoint_and_gives_its_space_back(train, c
     assert_same_weights(train(), unbroken)
 
 
-def test_the_learning_rate_does_not_depend_on_accumulation(train):
-    rates = []
-    for number, setting in enumerate([(), ACCUMULATED]):
-        job = train(*setting, name=str(number))
-        rates.append([entry["learning_rate"] for entry in history(job) if "loss" in entry])
-    assert rates[0] == rates[1]
+@pytest.mark.parametrize("setting", [(), ACCUMULATED])
+def test_the_learning_rate_follows_optimizer_steps_whatever_is_accumulated(train, setting):
+    job = train(*setting)
+    rates = [entry["learning_rate"] for entry in history(job) if "loss" in entry]
+    steps, peak = result(job)["optimizer_steps"], job.recipe.training.learning_rate
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=peak)
+    warmup = math.ceil(job.recipe.training.warmup_steps * steps)
+    schedule = get_cosine_schedule_with_warmup(optimizer, warmup, steps)
+    for step, rate in enumerate(rates, start=1):
+        assert rate == pytest.approx(schedule.get_last_lr()[0]), step
+        optimizer.step()
+        schedule.step()
+    assert len(rates) == steps
 
 
 @pytest.mark.parametrize("schedule", ["constant", "cosine"])
