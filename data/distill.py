@@ -122,6 +122,27 @@ def _answer(
     return rows, [torch.cat(pieces) for pieces in states]
 
 
+def answer_again(
+    backbone: Backbone, rows: Sequence[Row], path: Path, states_folder: Path, max_new_tokens: int, batch_size: int
+) -> list[Row]:
+    """The answers of a changed backbone to the prompts of distilled ``rows``; written and returned.
+
+    Args:
+        states_folder: gets their hidden states, as in `distill`.
+    """
+    path.unlink(missing_ok=True)
+    answered: list[Row] = []
+    for number, start in enumerate(tqdm(range(0, len(rows), batch_size), desc="answer again", unit="batch")):
+        members = rows[start : start + batch_size]
+        prompts = [(row.input_ids[: row.spans[0][0]], Prompt(row.id, row.messages)) for row in members]
+        splits = {row.id: row.split for row in members}
+        made, states = _answer(backbone, prompts, splits, max_new_tokens)
+        keep_states(states_folder / f"batch-{number:05d}.safetensors", made, states)
+        append_jsonl(path, made)
+        answered += made
+    return answered
+
+
 def take_conversations(
     tokenizer: PreTrainedTokenizerBase,
     source: str,

@@ -117,6 +117,11 @@ def read_cache(folder: Path) -> list[Shard]:
     return [Shard(**load_file(path)) for path in paths]  # safetensors maps the file, nothing is read until it is used
 
 
+def shard_of(backbone: Backbone, rows: Sequence[Row], batch_tokens: int) -> Shard:
+    """The states of ``rows`` as a shard in memory."""
+    return Shard(**_shard_tensors(backbone, rows, None, batch_tokens))
+
+
 def hidden_states_of(backbone: Backbone, rows: Sequence[Row]) -> list[Tensor]:
     """Last hidden states of every row in one right-padded pass: a list of ``(len(row), hidden)``."""
     longest = max(len(row.input_ids) for row in rows)
@@ -130,8 +135,10 @@ def hidden_states_of(backbone: Backbone, rows: Sequence[Row]) -> list[Tensor]:
     return [hidden[i, : len(row.input_ids)] for i, row in enumerate(rows)]
 
 
-def _shard_tensors(backbone: Backbone, rows: Sequence[Row], kept: KeptStates, batch_tokens: int) -> dict[str, Tensor]:
-    states = [kept.of(row) for row in rows]
+def _shard_tensors(
+    backbone: Backbone, rows: Sequence[Row], kept: KeptStates | None, batch_tokens: int
+) -> dict[str, Tensor]:
+    states = [kept.of(row) if kept else None for row in rows]
     by_length = sorted((i for i, found in enumerate(states) if found is None), key=lambda i: len(rows[i].input_ids))
     while by_length:
         longest = len(rows[by_length[-1]].input_ids)

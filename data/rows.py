@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -109,6 +109,16 @@ def read_rows(path: Path, split: Split | None = None) -> list[Row]:
     if not rows:
         raise UserError(f"{path} holds no row; run medusa-train distill first")
     return [row for row in rows if split is None or row.split == split]
+
+
+def first_rows(rows: Sequence[Row], learnt_tokens: int) -> list[Row]:
+    """The first of ``rows`` that hold about so many learnt tokens, one at least."""
+    taken: list[Row] = []
+    for row in rows:
+        if taken and sum(row.learnt_tokens for row in taken) >= learnt_tokens:
+            break
+        taken.append(row)
+    return taken
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:

@@ -58,7 +58,7 @@ class Backbone:
         Raises:
             UserError: the model is not decoder-only, or its logits cannot be reproduced.
         """
-        if hasattr(model, "peft_config"):
+        if hasattr(model, "get_base_model"):  # peft's wrapper
             if any(config.is_prompt_learning for config in model.peft_config.values()):
                 raise UserError("the backbone's adapter learns a prompt, which heads cannot see; merge it or use LoRA")
             model = cast(Any, model.get_base_model)()  # the adapters' layers are inside it
@@ -291,6 +291,8 @@ def load_backbone(
     device: str = "auto",
     quantization: str | None = None,
     trust_remote_code: bool = False,
+    adapter: Path | None = None,
+    trainable: bool = False,
 ) -> Backbone:
     """Load a causal LM and freeze it.
 
@@ -300,6 +302,8 @@ def load_backbone(
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, …
         quantization: None, ``8bit`` or ``4bit`` (bitsandbytes, lm_head left whole).
         trust_remote_code: run Python code that the model repository brings; off unless the user asked.
+        adapter: folder of a LoRA adapter to merge into the weights (`adapter.merge_adapter`).
+        trainable: keep layers that gradients pass through and that can be saved, instead of the faster ones on CPUs.
 
     Raises:
         UserError: the source cannot be found or is not a causal LM that can carry heads.
@@ -321,10 +325,14 @@ def load_backbone(
         raise UserError(_load_failure(source, "model", error)) from error
     if not quantization:
         model = model.to(device)
+    if adapter:
+        from medusa_train.inference.adapter import merge_adapter  # peft: seconds, for the few who need it
+
+        model = merge_adapter(model, adapter)
     model.eval().requires_grad_(False)
     # A repository's recommended settings (repetition penalty, sampling) would colour what is called greedy here.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
-    if device == "cpu" and not quantization and can_pack(options["dtype"]):
+    if device == "cpu" and not quantization and not trainable and can_pack(options["dtype"]):
         pack_linears(model)
     return Backbone.wrap(model, source)
 

@@ -4,7 +4,8 @@
 of FasterDecoding/Medusa that serving engines read; heads that share the backbone's projection leave out the latter, and
 heads with a reduced vocabulary add ``draft_token_ids``.
 ``config.json`` has no ``architectures`` key (TGI would take the folder for a whole model) and carries the probe of the
-backbone that the heads were trained on. ``tree.json`` is optional. Loading is strict: nothing is guessed, nothing is
+backbone that the heads were trained on. ``tree.json`` is optional. Heads that were trained with a LoRA adapter of their
+backbone say so in ``config.json`` and carry it in ``adapter/``. Loading is strict: nothing is guessed, nothing is
 left random.
 """
 
@@ -31,6 +32,7 @@ from medusa_train.inference.tree import Tree
 WEIGHTS = "medusa_lm_head.safetensors"
 CONFIG = "config.json"
 TREE = "tree.json"
+ADAPTER = "adapter"
 _LAYOUTS = {"own": "projections of their own", "shared": "the backbone's projection"}
 
 
@@ -44,6 +46,7 @@ class Checkpoint:
         calibration: what adaptive drafting needs, or None.
         backbone_source: the backbone that they were trained on, "" if the folder does not say.
         probe: see `Backbone.check_probe`; None if the folder does not carry one.
+        adapter: folder of the LoRA adapter that the backbone needs, or None.
     """
 
     heads: MedusaHeads
@@ -51,12 +54,20 @@ class Checkpoint:
     calibration: Calibration | None
     backbone_source: str
     probe: tuple[float, ...] | None
+    adapter: Path | None
 
 
 def save_heads(
-    folder: str | Path, heads: MedusaHeads, backbone: Backbone | None = None, tree: Tree | None = None
+    folder: str | Path,
+    heads: MedusaHeads,
+    backbone: Backbone | None = None,
+    tree: Tree | None = None,
+    adapted: bool = False,
 ) -> None:
     """Write a checkpoint; each file appears whole or not at all.
+
+    Args:
+        adapted: the backbone is used with the adapter in ``folder/adapter``, which is there already.
 
     Raises:
         UserError: a parameter is empty, as under ZeRO-3 or FSDP before gathering.
@@ -85,6 +96,8 @@ def save_heads(
     }
     if backbone:
         content["backbone_probe"] = list(backbone.probe)
+    if adapted:
+        content["adapter"] = True
     write_json(folder / CONFIG, content)
     if tree:
         save_tree(folder, tree)
@@ -103,7 +116,7 @@ def load_heads(source: str | Path) -> Checkpoint:
         UserError: a file is missing or damaged; the config and the tensors disagree; a tensor is missing, extra,
             empty or of another shape (named).
     """
-    folder = local_folder(source, [WEIGHTS, "*.json"])
+    folder = local_folder(source, [WEIGHTS, "*.json", f"{ADAPTER}/*.safetensors"])
     config, content = _read_config(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
@@ -129,6 +142,7 @@ def load_heads(source: str | Path) -> Checkpoint:
         calibration=calibration,
         backbone_source=str(content.get("base_model_name_or_path") or ""),
         probe=tuple(map(float, probe)) if probe else None,
+        adapter=folder / ADAPTER if content.get("adapter") else None,
     )
 
 

@@ -147,6 +147,9 @@ class MedusaModel:
     ) -> MedusaModel:
         """Load heads and, unless given, the backbone that their config names.
 
+        An adapter that the heads bring is merged into a backbone that is loaded here. A model that is passed is used as
+        it is: it has to be adapted, or merged, already.
+
         Raises:
             UserError: either cannot be loaded, or the heads were trained on another backbone.
         """
@@ -154,7 +157,7 @@ class MedusaModel:
         if backbone is None and not checkpoint.backbone_source:
             raise UserError(f"{heads} does not name its backbone; pass backbone=...")
         if backbone is None or isinstance(backbone, str):
-            backbone = load_backbone(backbone or checkpoint.backbone_source, dtype, device)
+            backbone = load_backbone(backbone or checkpoint.backbone_source, dtype, device, adapter=checkpoint.adapter)
         elif isinstance(backbone, PreTrainedModel):
             backbone = Backbone.wrap(backbone)
         model = cls(backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration)

@@ -51,6 +51,11 @@ def export_heads(
     config, base = heads.config, backbone or checkpoint.backbone_source
     if config.kind != "medusa":
         raise UserError(f"{source}: {name} has no {config.kind} heads; for serving, train with heads.kind=medusa")
+    if checkpoint.adapter and not backbone:
+        raise UserError(
+            f"{source}: the heads are for a backbone with an adapter, which {name} does not merge; merge it "
+            "(recipes/README.md, Medusa-2) and name the result with --backbone"
+        )
     shared = config.lm_head == "shared"
     if shared and engine == "fasterdecoding":
         raise UserError(f"{source}: {name} gives every head a projection; train with heads.lm_head=own")

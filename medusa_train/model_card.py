@@ -16,7 +16,7 @@ tags: [medusa, speculative-decoding]
 # Medusa heads for {backbone}
 
 {num_heads} {kind} heads of {num_layers} residual layer(s), {vocabulary}; trained with medusa-train {version}.
-Greedy output with these heads is that of the backbone alone; the heads only make it faster.
+{promise}
 
 | measured on {prompts} held-out prompts, batch 1, temperature 0, {dtype} | |
 |---|---|
@@ -37,6 +37,14 @@ model = MedusaModel.from_pretrained("this folder or repository")
 output = model.generate(input_ids, max_new_tokens=256)
 ```
 {note}"""
+
+_FROZEN = "Greedy output with these heads is that of the backbone alone; the heads only make it faster."
+
+_ADAPTED = """\
+The backbone was trained along (Medusa-2): `adapter/` holds its LoRA adapter, which loading merges into the weights.
+Greedy output with these heads is that of the adapted backbone, no longer that of the original. On held-out answers of
+the original, KL to it is {kl_to_base:.2g} nats per token; perplexity went from {base_perplexity:.3f} to \
+{adapted_perplexity:.3f}."""
 
 _REDUCED = """
 vLLM and TGI do not load a reduced draft vocabulary: `medusa-train export --pad-vocabulary` gives them the same drafts.
@@ -60,6 +68,7 @@ def write_model_card(folder: Path, report: dict[str, Any]) -> None:
         num_layers=setting["num_layers"],
         vocabulary=f"drafting the {reduced} most frequent tokens" if reduced else "drafting the whole vocabulary",
         version=train["environment"]["medusa_train"],
+        promise=_ADAPTED.format(**train["result"]) if "kl_to_base" in train["result"] else _FROZEN,
         prompts=setting["prompts"],
         dtype=setting["dtype"],
         tokens_per_step=report["acceptance"]["tokens_per_step"] or float("nan"),

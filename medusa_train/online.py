@@ -36,17 +36,26 @@ class OnlineHeads(HeadsForTraining):
             ``hidden`` ``(N*L, hidden)``, ``roots`` ``(N*L,)``, ``teacher_hidden`` ``(N*L, K, hidden)``, ``labels``
             ``(N*L, K)``.
         """
-        with torch.no_grad(), torch.autocast(batch["input_ids"].device.type, enabled=False):
-            hidden = self.backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"])
-        # Rounded as the cache rounds them, so that both ways of training are one.
-        hidden = hidden.flatten(0, 1).to(CACHE_DTYPE).to(self.teacher_projection.dtype)
-        labels = batch["labels"].flatten(0, 1)
-        return {
-            "hidden": hidden,
-            "roots": batch["roots"].flatten(),
-            "teacher_hidden": states_ahead(hidden, labels.shape[1]),
-            "labels": labels,
-        }
+        with torch.no_grad():
+            # Rounded as the cache rounds them, so that both ways of training are one.
+            hidden = self.states(batch).to(CACHE_DTYPE).to(self.teacher_projection.dtype)
+        return packed_samples(batch, hidden, hidden)
+
+    def states(self, batch: dict[str, Tensor]) -> Tensor:
+        """The backbone's last hidden states at every place of the packs, in its own dtype: ``(N*L, hidden)``."""
+        with torch.autocast(batch["input_ids"].device.type, enabled=False):
+            return self.backbone.hidden_states(batch["input_ids"], position_ids=batch["position_ids"]).flatten(0, 1)
+
+
+def packed_samples(batch: dict[str, Tensor], hidden: Tensor, teacher: Tensor) -> dict[str, Tensor]:
+    """The samples of `OnlineHeads.samples` from states ``(N*L, hidden)``: those heads read, and those they imitate."""
+    labels = batch["labels"].flatten(0, 1)
+    return {
+        "hidden": hidden,
+        "roots": batch["roots"].flatten(),
+        "teacher_hidden": states_ahead(teacher, labels.shape[1]),
+        "labels": labels,
+    }
 
 
 def states_ahead(hidden: Tensor, num_heads: int) -> Tensor:

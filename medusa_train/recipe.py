@@ -10,7 +10,7 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -161,6 +161,23 @@ class TrainingSection(_Section):
         }
 
 
+class LoraSection(_Section):
+    """Medusa-2: a LoRA adapter of the backbone, trained together with the heads."""
+
+    r: int = Field(32, ge=1)
+    """Rank."""
+    alpha: int = Field(16, ge=1)
+    """The adapter counts alpha / r."""
+    dropout: float = Field(0.05, ge=0, lt=1)
+    """Dropout of what the adapter reads, in training."""
+    target_modules: list[str] | Literal["all-linear"] = "all-linear"
+    """Names of layers, as in peft; all-linear leaves out the output projection."""
+    warmup_steps: float = Field(0.2, ge=0)
+    """Steps of heads alone, before; below 1: a share of all steps."""
+    ramp: Literal["sine", "linear"] = "sine"
+    """How λ rises to training.loss_scale after them, up to the last step."""
+
+
 class InferenceSection(_Section):
     """How the backbone's passes are made, and how the tree is chosen for them."""
 
@@ -207,6 +224,8 @@ class Recipe(_Section):
     heads: HeadsSection = HeadsSection()
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
+    lora: LoraSection | None = None
+    """Train the backbone too; null trains heads alone."""
     inference: InferenceSection = InferenceSection()
     eval: EvalSection = EvalSection()
     output_dir: str
@@ -221,6 +240,14 @@ class Recipe(_Section):
 
             columns = self.heads.draft_vocab_size or sys.maxsize
             Tree.from_paths(self.inference.tree).check(self.heads.num_heads, columns)
+        return self
+
+    @model_validator(mode="after")
+    def _check_lora(self) -> Recipe:
+        if self.lora and self.training.mode != "online":
+            raise UserError("lora changes the backbone's states while it trains; set training.mode: online")
+        if self.lora and self.backbone.quantization:
+            raise UserError("lora needs a backbone that it can be merged into; remove backbone.quantization")
         return self
 
 
@@ -259,7 +286,9 @@ def _apply(content: dict[str, Any], override: str) -> None:
     *sections, field = key.split(".")
     target = content
     for section in sections:
-        target = target.setdefault(section, {})
+        if target.get(section) is None:  # also a section that is null
+            target[section] = {}
+        target = target[section]
         if not isinstance(target, dict):
             raise UserError(f"override {override!r}: {section} is not a section")
     try:
@@ -287,6 +316,7 @@ def _known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
         keys.append(prefix + name)
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += _known_keys(field.annotation, f"{prefix}{name}.")
+        for kind in (field.annotation, *get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, BaseModel):
+                keys += _known_keys(kind, f"{prefix}{name}.")
     return keys

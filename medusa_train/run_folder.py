@@ -37,7 +37,7 @@ _DISTILL_KEYS = (
     *_PROMPT_KEYS, "data.answer_tokens", "data.max_new_tokens", "data.max_length", "data.calibration_share",
     "data.heldout_share",
 )  # fmt: skip
-_TRAIN_KEYS = (*_DISTILL_KEYS, "heads", "training")
+_TRAIN_KEYS = (*_DISTILL_KEYS, "heads", "training", "lora")
 _TREE_KEYS = (*_TRAIN_KEYS, "inference")
 # Stage -> the recipe keys that its output depends on, in the order of the stages.
 STAGE_KEYS: dict[str, tuple[str, ...]] = {

@@ -9,7 +9,8 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from functools import cached_property
+from functools import cached_property, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,13 +20,14 @@ from transformers import PreTrainedTokenizerBase, TrainerState, set_seed
 
 from medusa_train.data.chat import load_chat_tokenizer
 from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
-from medusa_train.data.distill import distill, take_conversations
+from medusa_train.data.distill import answer_again, distill, take_conversations
 from medusa_train.data.hidden_states import KeptStates, Shard, read_cache, write_cache
 from medusa_train.data.packing import PackedRows, answer_tokens, check_packing
 from medusa_train.data.prompts import load_prompts, synthesize_prompts
-from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, read_prompts, read_rows
+from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, first_rows, read_prompts, read_rows
 from medusa_train.eval.acceptance import token_ranks
 from medusa_train.eval.calibration import fit_temperatures
+from medusa_train.eval.drift import measure_drift
 from medusa_train.eval.evaluate import evaluate
 from medusa_train.eval.heads_quality import first_positions
 from medusa_train.eval.report import write_report
@@ -35,19 +37,20 @@ from medusa_train.eval.tree_search import TreeChoice, best_tree, choose_tree, co
 from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone, load_backbone
-from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
+from medusa_train.inference.checkpoint import ADAPTER, load_heads, save_heads, save_tree
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.step import Step
 from medusa_train.inference.tree import Tree
+from medusa_train.joint import JointHeads, JointTrainer
 from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
 from medusa_train.online import OnlineHeads
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import RunFolder
-from medusa_train.trainer import Evaluation, HeadsForTraining, train_heads, whole_heads
+from medusa_train.trainer import Evaluation, HeadsForTraining, HeadsTrainer, train_heads, whole_heads
 from medusa_train.training_callbacks import check_tracker
 
 ROWS_PER_SHARD = 64
@@ -55,7 +58,11 @@ STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay i
 
 
 class Job:
-    """A recipe, its folder, and the backbone, loaded once when a stage first needs it."""
+    """A recipe, its folder, and the backbone, loaded once when a stage first needs it.
+
+    With ``lora`` there are two of them, one in memory at a time: ``backbone`` writes the data and is trained;
+    ``decoding_backbone``, with the trained adapter merged, is what trees and reports are made for.
+    """
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -67,26 +74,42 @@ class Job:
 
     @cached_property
     def backbone(self) -> Backbone:
+        return self._load(trainable=self.recipe.lora is not None)
+
+    @cached_property
+    def decoding_backbone(self) -> Backbone:
+        if self.recipe.lora is None:
+            return self.backbone
+        self.__dict__.pop("backbone", None)
+        return self._load(adapter=self.folder.heads / ADAPTER)
+
+    def _load(self, adapter: Path | None = None, trainable: bool = False) -> Backbone:
         section = self.recipe.backbone
         backbone = load_backbone(
-            section.source, section.dtype, section.device, section.quantization, section.trust_remote_code
-        )
+            section.source, section.dtype, section.device, section.quantization, section.trust_remote_code,
+            adapter, trainable,
+        )  # fmt: skip
         check_tree_attention(backbone)  # before hours are spent on heads that could not be used
         return backbone
 
     @cached_property
     def step(self) -> Step:
         """How the backbone's passes are made; kept, so that a shape is compiled once."""
-        return Step(self.backbone, self.recipe.inference.compile)
+        return Step(self.decoding_backbone, self.recipe.inference.compile)
 
     def rows(self, split: Split) -> list[Row]:
         return read_rows(self.folder.stage("distill") / "rows.jsonl", split)
 
+    def measured(self, split: Split) -> list[Shard]:
+        """Cached states and answers of the backbone that decodes; an adapted one's are of the tree stage."""
+        return read_cache(self.folder.stage("tree" if self.recipe.lora else "cache") / split)
+
     def medusa_model(self) -> MedusaModel:
         """The trained heads on the job's backbone, with their tree if one was chosen."""
         checkpoint = load_heads(self.folder.heads)
-        self.backbone.check_probe(checkpoint.probe, str(self.folder.heads))
-        return MedusaModel(self.backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration, self.step)
+        backbone = self.decoding_backbone
+        backbone.check_probe(checkpoint.probe, str(self.folder.heads))
+        return MedusaModel(backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration, self.step)
 
 
 def run_prompts(job: Job) -> dict[str, Any]:
@@ -154,7 +177,7 @@ def run_cache(job: Job) -> dict[str, Any]:
 
 
 def run_train(job: Job) -> dict[str, Any]:
-    """Train heads into ``heads/``; every rank of a distributed launch runs this."""
+    """Train heads, and with ``lora`` an adapter, into ``heads/``; every rank of a distributed launch runs this."""
     recipe, folder, state = job.recipe, job.folder, PartialState()
     training, online = recipe.training, recipe.training.mode == "online"
     rows = job.rows("train") if online else []
@@ -180,14 +203,20 @@ def run_train(job: Job) -> dict[str, Any]:
     kept, coverage = draft_vocabulary(answers, config.projection_size, backbone.vocab_size)
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)
     weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
-    model = (OnlineHeads if online else HeadsForTraining)(heads, backbone, weights)
+    joint = JointHeads(heads, backbone, weights, recipe.lora) if recipe.lora else None
+    model = joint or (OnlineHeads if online else HeadsForTraining)(heads, backbone, weights)
     dataset: HeadsDataset | PackedRows = (
         PackedRows(rows, config.num_heads, training.pack_tokens, recipe.seed)
         if online
         else HeadsDataset(shards, config.num_heads)
     )
     evaluation = None
-    if training.steps_between_evaluations:
+    if joint and training.steps_between_evaluations:
+        answers_seen = first_rows(job.rows("calibration"), training.eval_positions)
+        states = partial(joint.shards, answers_seen, recipe.data.cache_batch_tokens)
+        # A fresh adapter changes nothing, so the first states are the backbone's own.
+        evaluation = Evaluation(states(), training.eval_tree_size, recipe.inference.max_rank, states)
+    elif training.steps_between_evaluations:
         calibration = first_positions(read_cache(folder.stage("cache") / "calibration"), training.eval_positions)
         evaluation = Evaluation(calibration, training.eval_tree_size, recipe.inference.max_rank)
     trainer = train_heads(
@@ -202,10 +231,16 @@ def run_train(job: Job) -> dict[str, Any]:
         },
         evaluation,
         training.early_stopping_patience,
+        JointTrainer if joint else HeadsTrainer,
     )  # fmt: skip
-    trained = whole_heads(trainer, heads)
+    trained, drift = whole_heads(trainer, heads), {}
+    if trained and joint:
+        joint.train(False)
+        joint.lora.save(folder.heads / ADAPTER, backbone.source)
+        backbone = Backbone.wrap(backbone.model, backbone.source)  # for the adapted model's probe
+        drift = measure_drift(backbone, joint.lora.off, job.rows("heldout"))
     if trained:
-        save_heads(folder.heads, trained, backbone)
+        save_heads(folder.heads, trained, backbone, adapted=joint is not None)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     return {
         "positions": dataset.positions if isinstance(dataset, PackedRows) else len(dataset),
@@ -214,6 +249,7 @@ def run_train(job: Job) -> dict[str, Any]:
         "last_loss": losses[-1] if losses else None,
         "draft_vocabulary_coverage": coverage,
         **_best(trainer.state, training.metric_for_best_model),
+        **drift,
     }
 
 
@@ -262,7 +298,9 @@ def run_tree(job: Job) -> dict[str, Any]:
     section, folder = job.recipe.inference, job.folder
     stage = folder.begin("tree")
     model = job.medusa_model()
-    shards = read_cache(folder.stage("cache") / "calibration")
+    if job.recipe.lora:
+        _measure_again(job)
+    shards = job.measured("calibration")
     ranks = token_ranks(model, shards)
     max_rank = min(section.max_rank, model.heads.config.projection_size)
     prefixes = count_prefixes(ranks.calibration(), max_rank)
@@ -311,6 +349,26 @@ def run_tree(job: Job) -> dict[str, Any]:
     }
 
 
+def _measure_again(job: Job) -> None:
+    """Write what the adapted backbone answers to calibration and held-out prompts, and its states there.
+
+    Conversations that were given keep their text.
+    """
+    data, stage = job.recipe.data, job.folder.stage("tree")
+    for split in (split for split in SPLITS if split != "train"):
+        rows, states = job.rows(split), stage / "states" / split
+        shutil.rmtree(stage / split, ignore_errors=True)
+        if not data.conversations:
+            rows = answer_again(
+                job.decoding_backbone, rows, stage / f"{split}.jsonl", states, data.max_new_tokens, data.batch_size
+            )
+        write_cache(
+            job.decoding_backbone, rows, KeptStates(states), stage / split, data.cache_batch_tokens, ROWS_PER_SHARD,
+            split,
+        )  # fmt: skip
+    shutil.rmtree(stage / "states", ignore_errors=True)
+
+
 def run_eval(job: Job) -> dict[str, Any]:
     """Measure on held-out prompts; write ``report.json``, ``report.html`` and the model card."""
     section, folder = job.recipe.eval, job.folder
@@ -322,7 +380,7 @@ def run_eval(job: Job) -> dict[str, Any]:
         job.tokenizer,
         [torch.tensor(row.input_ids[: row.spans[0][0]]) for row in rows],
         [row.messages[-1]["content"] for row in rows],
-        read_cache(folder.stage("cache") / "heldout"),
+        job.measured("heldout"),
         section.max_new_tokens,
         section.repeats,
     )

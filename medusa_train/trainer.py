@@ -43,6 +43,8 @@ class Evaluation:
 
     Attributes:
         shards: hidden states of calibration answers, which are neither trained on nor in the final report.
+        current: makes the states of these answers anew, where training changes what heads read; ``shards`` then hold
+            the states that they imitate.
         tree_size: tokens per pass of the tree whose tokens per step are expected.
         max_rank: best tokens of a head that it may use.
     """
@@ -50,6 +52,7 @@ class Evaluation:
     shards: Sequence[Shard]
     tree_size: int = 16
     max_rank: int = 10
+    current: Callable[[], Sequence[Shard]] | None = None
 
 
 class HeadsForTraining(nn.Module):
@@ -110,6 +113,8 @@ class HeadsForTraining(nn.Module):
 
 class HeadsTrainer(Trainer):
     """The Trainer, with a loss per head, evaluation in tokens per step, and a stop at the first loss that is none."""
+
+    leaves_parameters_out = False  # whether a step may leave some parameter without a gradient
 
     control: TrainerControl
 
@@ -206,12 +211,16 @@ class HeadsTrainer(Trainer):
     def _measure(self, heads: MedusaHeads) -> dict[str, float]:
         assert self.evaluation is not None
         heads.share_projection(self.backbone)
-        ranks = token_ranks(MedusaModel(self.backbone, heads), self.evaluation.shards)
+        shards = self.evaluation.current() if self.evaluation.current else self.evaluation.shards
+        read = HeadsDataset(shards, heads.config.num_heads)
+        ranks = token_ranks(MedusaModel(self.backbone, heads), shards)
         figures = heads_quality(ranks, self.evaluation.tree_size, self.evaluation.max_rank)
         loss, parts = 0.0, torch.zeros_like(self._parts)
         with self.accelerator.autocast():
             for indices in torch.arange(len(self.eval_dataset)).split(self.args.eval_batch_size):
-                batch = self._prepare_inputs(self.eval_dataset.__getitems__(indices))
+                batch = self.eval_dataset.__getitems__(indices)
+                batch["hidden"] = read.__getitems__(indices)["hidden"]
+                batch = self._prepare_inputs(batch)
                 batch.pop("index")
                 part = self.model.loss_of(heads, **batch)
                 loss += float(part.loss * part.counts.sum())
@@ -261,6 +270,7 @@ def train_heads(
     arguments: dict[str, Any],
     evaluation: Evaluation | None = None,
     early_stopping_patience: int | None = None,
+    trainer_class: type[HeadsTrainer] = HeadsTrainer,
 ) -> HeadsTrainer:
     """Train the heads of ``model`` in place; goes on from the last whole checkpoint in ``folder``.
 
@@ -268,6 +278,7 @@ def train_heads(
         arguments: for `transformers.TrainingArguments`, under their own names.
         evaluation: measure the heads every ``eval_steps``; by default never.
         early_stopping_patience: stop after so many evaluations without a better one.
+        trainer_class: for training that is more than heads.
 
     Raises:
         Preempted: SIGTERM came; a checkpoint was saved, and the same call goes on from it.
@@ -282,7 +293,8 @@ def train_heads(
         logging_nan_inf_filter=False,  # such a loss ends the training
         eval_strategy="steps" if evaluation else "no",
         restore_callback_states_from_checkpoint=True,  # the patience of early stopping
-        ddp_find_unused_parameters=False,  # the loss touches every parameter, whatever the batch holds
+        # The loss touches every parameter of heads, whatever the batch holds.
+        ddp_find_unused_parameters=trainer_class.leaves_parameters_out,
         ddp_broadcast_buffers=False,  # the backbone's projection rows are the same everywhere
         **arguments,
     )
@@ -291,7 +303,7 @@ def train_heads(
     # Otherwise the last batch of an epoch is filled up with samples from its start, and how many depends on the ranks.
     batch = training_arguments.per_device_train_batch_size * training_arguments.world_size
     training_arguments.dataloader_drop_last = len(dataset) >= batch
-    trainer = HeadsTrainer(model, backbone, dataset, evaluation, training_arguments)
+    trainer = trainer_class(model, backbone, dataset, evaluation, training_arguments)
     sigterm, progress = StopOnSigterm(), ConsoleProgress()
     for callback in (sigterm, progress, RememberBest(folder)):
         trainer.add_callback(callback)
