@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
+from accelerate.utils import parse_flag_from_env
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
@@ -136,6 +137,16 @@ def summed_divergence(frozen: Tensor, adapted: Tensor, logits: Callable[[Tensor]
     for reference, states in zip(frozen.split(chunk), adapted.split(chunk), strict=True):
         summed = summed + checkpoint(part, reference, states, use_reentrant=False)
     return summed
+
+
+def check_launch() -> None:
+    """Refuse launches that share parameters out: the adapter's are used inside the backbone, which is in no wrapper.
+
+    Raises:
+        UserError: this process was launched with DeepSpeed or FSDP.
+    """
+    if any(parse_flag_from_env(f"ACCELERATE_USE_{name}") for name in ("DEEPSPEED", "FSDP")):
+        raise UserError("lora trains on one device or under DDP; launch with cpu.yaml, ddp.yaml or multi_node.yaml")
 
 
 class JointTrainer(HeadsTrainer):

@@ -44,7 +44,7 @@ from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.step import Step
 from medusa_train.inference.tree import Tree
-from medusa_train.joint import JointHeads, JointTrainer
+from medusa_train.joint import JointHeads, JointTrainer, check_launch
 from medusa_train.losses import LossWeights
 from medusa_train.model_card import write_model_card
 from medusa_train.online import OnlineHeads
@@ -180,6 +180,8 @@ def run_train(job: Job) -> dict[str, Any]:
     """Train heads, and with ``lora`` an adapter, into ``heads/``; every rank of a distributed launch runs this."""
     recipe, folder, state = job.recipe, job.folder, PartialState()
     training, online = recipe.training, recipe.training.mode == "online"
+    if recipe.lora:
+        check_launch()
     rows = job.rows("train") if online else []
     shards = [] if online else read_cache(folder.stage("cache") / "train")
     with state.main_process_first():

@@ -78,6 +78,7 @@ class ConsoleProgress(TrainerCallback):
 def training_line(logs: Mapping[str, Any], step: int, steps: int, tokens_per_step: float, seconds_left: float) -> str:
     """``step 40/528 · loss 2.89 · h1 1.92 h2 2.61 · 1.84 tokens/step · 1,420 positions/s · 00:47 left``."""
     parts = [f"step {step}/{steps}", f"loss {logs['loss']:.3f}", _by_head(logs, "loss_h{}", "{:.2f}")]
+    parts += [f"KL to base {logs['kl_to_base']:.2g}"] if "kl_to_base" in logs else []
     parts += [f"{tokens_per_step:.2f} tokens/step"] if tokens_per_step else []
     parts += [f"{logs['positions_per_second']:,.0f} positions/s", f"{tqdm.format_interval(seconds_left)} left"]
     return " · ".join(parts)

@@ -13,8 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch.nn import functional
 from transformers import AutoModelForCausalLM, TrainingArguments
 
+import medusa_train.trainer
 from conftest import make_llama
 from medusa_train.data.dataset import IGNORED
+from medusa_train.data.hidden_states import read_cache
 from medusa_train.data.packing import PackedRows, row_labels
 from medusa_train.data.rows import Row, read_rows
 from medusa_train.eval.drift import measure_drift
@@ -344,6 +346,29 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the code under test may catch it."""
 
 
+def test_evaluation_in_the_loop_reads_what_the_adapted_backbone_computes(recipe_file, monkeypatch):
+    seen = []
+    ranks_of = medusa_train.trainer.token_ranks
+    monkeypatch.setattr(
+        medusa_train.trainer, "token_ranks", lambda model, shards: seen.append(shards) or ranks_of(model, shards)
+    )
+    job = Job(load_recipe(recipe_file, ["lora.warmup_steps=4", "training.load_best_model_at_end=true"]))
+    run_stages(job, list(STAGES)[:4])
+    cached = torch.cat([shard.hidden for shard in read_cache(job.folder.stage("cache") / "calibration")])
+    distances = [float((torch.cat([shard.hidden for shard in shards]) - cached).abs().max()) for shards in seen]
+    assert distances[0] < 0.05  # after the warm-up: rounding
+    assert distances[-1] > distances[0]
+    last = f"checkpoint-{job.folder.result('train')['result']['optimizer_steps']}"
+    history = json.loads((job.folder.stage("train") / last / "trainer_state.json").read_text())
+    (best,) = (entry for entry in history["log_history"] if entry["step"] == history["best_global_step"] and
+               "eval_tokens_per_step" in entry)  # fmt: skip
+    assert best["eval_tokens_per_step"] == job.folder.result("train")["result"]["best_tokens_per_step"]
+    logs = [entry for entry in history["log_history"] if "heads_weight" in entry]
+    assert logs[0]["heads_weight"] == 1
+    assert "kl_to_base" not in logs[0]
+    assert logs[-1]["kl_to_base"] > 0
+
+
 def test_a_whole_run_and_one_that_was_killed(recipe_file, monkeypatch):
     job = Job(load_recipe(recipe_file))
     run_stages(job, list(STAGES))
@@ -394,6 +419,16 @@ def test_a_whole_run_and_one_that_was_killed(recipe_file, monkeypatch):
         assert ours.keys() == theirs.keys()
         for key, tensor in theirs.items():
             assert torch.equal(ours[key], tensor), key
+
+
+@pytest.mark.parametrize("launcher", ["DEEPSPEED", "FSDP"])
+def test_launches_that_share_out_parameters_are_refused(recipe_file, monkeypatch, launcher):
+    job = Job(load_recipe(recipe_file))
+    run_stages(job, list(STAGES)[:3])
+    monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
+    with pytest.raises(UserError, match=r"launch with cpu\.yaml, ddp\.yaml"):
+        run_stages(job, ["train"])
+    assert not job.folder.stage("train").exists()
 
 
 @pytest.mark.parametrize(

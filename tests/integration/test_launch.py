@@ -72,7 +72,12 @@ def train_here(recipe, *overrides):
     copy = shutil.copytree(folder, folder.with_name(f"here-{len(list(folder.parent.iterdir()))}"))
     job = Job(load_recipe(recipe, [*overrides, f"output_dir={copy}"]))
     run_stages(job, ["cache", "train"], overwrite=True)
-    return load_file(job.folder.heads / "medusa_lm_head.safetensors")
+    return saved(job.folder.heads)
+
+
+def saved(heads):
+    """Every tensor of a heads folder, those of an adapter too."""
+    return {name: tensor for path in sorted(heads.rglob("*.safetensors")) for name, tensor in load_file(path).items()}
 
 
 def launch(launcher, processes, recipe, *overrides, entry=None):
@@ -97,7 +102,7 @@ def entry_script(path, before):
 
 def assert_gave(done, output_dir, expected):
     assert done.returncode == 0, done.stderr[-3000:]
-    ours = load_file(Path(output_dir.removeprefix("output_dir=")) / "heads" / "medusa_lm_head.safetensors")
+    ours = saved(Path(output_dir.removeprefix("output_dir=")) / "heads")
     assert ours.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6, msg=lambda text, name=name: f"{name}: {text}")
@@ -111,9 +116,10 @@ def test_two_processes_give_the_heads_of_one(fresh, plain):
     assert done.stdout.count("step 8/8 · loss") == 1
 
 
-def test_two_processes_with_the_backbone_in_the_loop_give_the_heads_of_one(fresh, cached):
+@pytest.mark.parametrize("lora", ["null", "{r: 4, dropout: 0, warmup_steps: 2}"])
+def test_two_processes_with_the_backbone_in_the_loop_give_the_heads_of_one(fresh, cached, lora):
     recipe, output_dir = fresh
-    online = ["training.mode=online", "training.pack_tokens=64"]
+    online = ["training.mode=online", "training.pack_tokens=64", f"lora={lora}"]
     run_stages(Job(load_recipe(recipe, [*online, output_dir])), ["cache"], overwrite=True)
     done = launch("cpu", 2, recipe, output_dir, *online, "training.per_device_train_batch_size=1")
     expected = train_here(cached, *online, "training.per_device_train_batch_size=2")

@@ -2,6 +2,7 @@
 
 from importlib.resources import files
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from pydantic import BaseModel
@@ -31,9 +32,11 @@ def message_of(path, *overrides):
 def leaf_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
     keys = []
     for name, field in model.model_fields.items():
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            keys += leaf_keys(field.annotation, f"{prefix}{name}.")
-        else:
+        kinds = (field.annotation, *get_args(field.annotation))
+        sections = [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+        for section in sections:
+            keys += leaf_keys(section, f"{prefix}{name}.")
+        if not sections:
             keys.append(prefix + name)
     return keys
 
@@ -46,6 +49,7 @@ def leaf_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
         ("training.lr_schedule_type", "training.lr_scheduler_type"),
         ("eval.draft_vocab_size", "heads.draft_vocab_size"),  # the right name in the wrong section
         ("trainning.learning_rate", "training"),
+        ("lora.rank", "lora.r"),
         ("outputdir", "output_dir"),
     ],
 )
@@ -178,8 +182,12 @@ def test_the_quickstart_recipe_is_shipped_and_needs_no_prompt_file():
 
 def test_the_printed_recipe_is_the_recipe(minimal, tmp_path):
     recipe = load_recipe(
-        minimal, ["data.prompts='Grüße: #1.jsonl'", "training.learning_rate=1e-5", "heads.num_heads=2"]
-    )
+        minimal,
+        [
+            "data.prompts='Grüße: #1.jsonl'", "training.learning_rate=1e-5", "heads.num_heads=2",
+            "training.mode=online", "lora={}",
+        ],
+    )  # fmt: skip
     printed = tmp_path / "printed.yaml"
     printed.write_text(to_yaml(recipe), encoding="utf-8")
     assert load_recipe(printed) == recipe
