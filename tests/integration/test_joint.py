@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
-from transformers import AutoModelForCausalLM, TrainingArguments
+from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 
 import medusa_train.trainer
 from conftest import make_llama
-from medusa_train.data.dataset import IGNORED
+from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.hidden_states import read_cache
 from medusa_train.data.packing import PackedRows, row_labels
 from medusa_train.data.rows import Row, read_rows
@@ -235,15 +235,40 @@ def test_drift_is_zero_for_a_fresh_adapter_and_that_of_the_model_for_a_trained_o
     assert drift["kl_to_base"] > 0.01
 
 
-@pytest.fixture
-def tied(tmp_path):
-    """A base with tied embeddings in a folder, the same model with an adapter on, and that adapter in a folder."""
-    base = make_llama(vocab_size=VOCABULARY, tie_word_embeddings=True)
-    base.save_pretrained(tmp_path / "base")
+def test_half_precision_trains_an_adapter_in_full_precision():
+    backbone = Backbone.wrap(make_llama(vocab_size=VOCABULARY).bfloat16())
+    heads = MedusaHeads.for_backbone(backbone, HeadsConfig(HEADS, 1, backbone.hidden_size, VOCABULARY))
+    model = JointHeads(heads, backbone, LossWeights(), LoraSection(r=4, dropout=0.0, warmup_steps=0)).train()
+    move_adapter(model.lora)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(**batch_of(random_rows(4)))["loss"].backward()
+    assert {parameter.dtype for parameter in model.adapter.values()} == {torch.float32}
+    for parameter in model.parameters():
+        assert torch.isfinite(parameter.grad).all()
+        assert parameter.grad.abs().sum() > 0
+
+
+def folder_with_adapter(folder, base):
+    """The base in ``folder/base``, an adapter in ``folder/heads/adapter``; the base has it on afterwards."""
+    base.save_pretrained(folder / "base")
     adapter = Adapter.put_on(base, 4, 8, 0.0, "all-linear")
     move_adapter(adapter)
-    adapter.save(tmp_path / "heads" / "adapter", str(tmp_path / "base"))
-    return tmp_path, base
+    adapter.save(folder / "heads" / "adapter", str(folder / "base"))
+    return folder, base
+
+
+@pytest.fixture
+def tied(tmp_path):
+    """A folder with a base whose embeddings are tied and its adapter, and the model with the adapter on."""
+    return folder_with_adapter(tmp_path, make_llama(vocab_size=VOCABULARY, tie_word_embeddings=True))
+
+
+def test_layers_that_keep_their_weights_transposed_are_adapted_too(tmp_path):
+    config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, initializer_range=0.3)
+    folder, adapted = folder_with_adapter(tmp_path, AutoModelForCausalLM.from_config(config).eval())
+    ids = torch.randint(0, VOCABULARY, (2, 9))
+    merged = load_backbone(str(folder / "base"), "float32", "cpu", adapter=folder / "heads" / "adapter").model
+    torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=1e-4, atol=1e-4)
 
 
 def test_an_adapter_merges_into_a_tied_base(tied):
@@ -347,8 +372,15 @@ class Killed(BaseException):
 
 
 def test_evaluation_in_the_loop_reads_what_the_adapted_backbone_computes(recipe_file, monkeypatch):
-    seen = []
-    ranks_of = medusa_train.trainer.token_ranks
+    seen, measured = [], []
+    ranks_of, loss_of = medusa_train.trainer.token_ranks, JointHeads.loss_of
+
+    def loss(self, heads, **batch):
+        if not torch.is_grad_enabled():
+            measured.append(batch)
+        return loss_of(self, heads, **batch)
+
+    monkeypatch.setattr(JointHeads, "loss_of", loss)
     monkeypatch.setattr(
         medusa_train.trainer, "token_ranks", lambda model, shards: seen.append(shards) or ranks_of(model, shards)
     )
@@ -358,8 +390,13 @@ def test_evaluation_in_the_loop_reads_what_the_adapted_backbone_computes(recipe_
     distances = [float((torch.cat([shard.hidden for shard in shards]) - cached).abs().max()) for shards in seen]
     assert distances[0] < 0.05  # after the warm-up: rounding
     assert distances[-1] > distances[0]
-    last = f"checkpoint-{job.folder.result('train')['result']['optimizer_steps']}"
-    history = json.loads((job.folder.stage("train") / last / "trainer_state.json").read_text())
+    each = len(measured) // len(seen)  # batches of one evaluation
+    first, last = ({name: torch.cat([batch[name] for batch in part]) for name in ("hidden", "teacher_hidden")}
+                   for part in (measured[:each], measured[-each:]))  # fmt: skip
+    assert torch.equal(last["hidden"], HeadsDataset(seen[-1], 2).__getitems__(range(len(last["hidden"])))["hidden"])
+    assert torch.equal(last["teacher_hidden"], first["teacher_hidden"])
+    end = f"checkpoint-{job.folder.result('train')['result']['optimizer_steps']}"
+    history = json.loads((job.folder.stage("train") / end / "trainer_state.json").read_text())
     (best,) = (entry for entry in history["log_history"] if entry["step"] == history["best_global_step"] and
                "eval_tokens_per_step" in entry)  # fmt: skip
     assert best["eval_tokens_per_step"] == job.folder.result("train")["result"]["best_tokens_per_step"]
