@@ -322,7 +322,7 @@ def test_early_stopping_is_remembered_over_a_kill(train, monkeypatch):
         train_and_kill(train, patch, 8, *setting)
     with monkeypatch.context() as patch:
         worsening(patch, before=2)
-        patch.setattr(medusa_train.stages, "save_heads", lambda *_: kill())
+        patch.setattr(medusa_train.stages, "save_heads", lambda *_, **__: kill())
         with pytest.raises(Killed):
             train(*setting)
     resumed = train(*setting)
@@ -334,7 +334,7 @@ def test_a_run_killed_after_its_last_step_takes_no_other(train, monkeypatch):
     setting = ("training.num_train_epochs=1.5",)
     unbroken = train(*setting, name="unbroken")
     with monkeypatch.context() as patch:
-        patch.setattr(medusa_train.stages, "save_heads", lambda *_: kill())
+        patch.setattr(medusa_train.stages, "save_heads", lambda *_, **__: kill())
         with pytest.raises(Killed):
             train(*setting)
     resumed = train(*setting)
