@@ -43,10 +43,10 @@ class Evaluation:
 
     Attributes:
         shards: hidden states of calibration answers, which are neither trained on nor in the final report.
-        current: makes the states of these answers anew, where training changes what heads read; ``shards`` then hold
-            the states that they imitate.
         tree_size: tokens per pass of the tree whose tokens per step are expected.
         max_rank: best tokens of a head that it may use.
+        current: makes the states of these answers anew, where training changes what heads read; ``shards`` then hold
+            the states that they imitate.
     """
 
     shards: Sequence[Shard]

@@ -458,6 +458,24 @@ def test_a_whole_run_and_one_that_was_killed(recipe_file, monkeypatch):
             assert torch.equal(ours[key], tensor), key
 
 
+def test_given_conversations_are_measured_as_they_are_with_the_adapted_states(recipe_file, tmp_path):
+    talks = [
+        {"messages": [{"role": "user", "content": f"what is {i} ?"}, {"role": "assistant", "content": "the cat sat"}]}
+        for i in range(30)
+    ]
+    (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
+    job = Job(load_recipe(recipe_file, [f"data.conversations={tmp_path / 'talks.jsonl'}", "lora.warmup_steps=0"]))
+    run_stages(job, list(STAGES)[:5])
+    assert not list(job.folder.stage("tree").glob("*.jsonl"))
+    for split in ("calibration", "heldout"):
+        before, now = (
+            {name: torch.cat([getattr(shard, name) for shard in shards]) for name in ("tokens", "hidden")}
+            for shards in (read_cache(job.folder.stage("cache") / split), job.measured(split))
+        )
+        assert torch.equal(now["tokens"], before["tokens"])
+        assert not torch.equal(now["hidden"], before["hidden"])
+
+
 @pytest.mark.parametrize("launcher", ["DEEPSPEED", "FSDP"])
 def test_launches_that_share_out_parameters_are_refused(recipe_file, monkeypatch, launcher):
     job = Job(load_recipe(recipe_file))
