@@ -4,9 +4,9 @@ After a warm-up of the heads alone, the loss of a step is::
 
     loss = KL(backbone without adapter || backbone with it) + weight * heads' loss
 
-(Cai et al. 2024, "Medusa", section 2.2.2). The paper's first term is the cross entropy of the training text; here the
-model itself, with the adapter switched off, is the reference, so that the backbone stays what it was. The heads read
-the adapted states and imitate the backbone without adapter. Both terms have one denominator, the positions per head of
+(Cai et al. 2024, "Medusa", section 2.2.2, with the first term of section 2.3.2). The model itself, with the adapter
+switched off, is the reference, so that the backbone stays what it was. The heads read the adapted states and imitate
+the backbone without adapter. Both terms have one denominator, the positions per head of
 the global batch, so the gradient does not depend on how a batch is split.
 """
 
@@ -35,7 +35,7 @@ from medusa_train.recipe import LoraSection
 from medusa_train.trainer import HeadsTrainer
 
 Ramp = Literal["sine", "linear"]
-HEADS_RATE = 4  # learning rate of the heads / of the adapter, as in the paper
+HEADS_RATE = 4  # learning rate of the heads / of the adapter
 
 
 def heads_weight(step: int, steps: int, warmup: int, ramp: Ramp) -> float:
