@@ -87,7 +87,8 @@ def _run(
 
         typer.echo(to_yaml(resolved), nl=False)
         return None
-    from medusa_train.stages import Job, run_stages
+    from medusa_train.job import Job
+    from medusa_train.stages import run_stages
 
     job = Job(resolved)
     with job.folder.locked():

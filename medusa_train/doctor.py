@@ -31,6 +31,7 @@ from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import HeadsConfig, check_embeddings
+from medusa_train.job import Job
 from medusa_train.preflight import (
     Finding,
     RowStatistics,
@@ -44,7 +45,6 @@ from medusa_train.preflight import (
 )
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import STAGE_KEYS, RunFolder
-from medusa_train.stages import Job
 from medusa_train.step_time import time_training_step
 
 SPARE = 1.2  # a model or a training step wants this much more memory than its tensors

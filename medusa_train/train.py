@@ -22,7 +22,8 @@ def main() -> None:
         recipe = load_recipe(words[0], words[1:])
         rank = join_ranks(recipe.backbone.device)
         try:
-            from medusa_train.stages import Job, run_stages
+            from medusa_train.job import Job
+            from medusa_train.stages import run_stages
 
             job = Job(recipe)
             with job.folder.locked() if rank == 0 else nullcontext():

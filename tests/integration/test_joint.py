@@ -26,11 +26,12 @@ from medusa_train.inference.adapter import Adapter
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.checkpoint import save_heads
 from medusa_train.inference.drafters import NoDrafter
+from medusa_train.job import Job
 from medusa_train.joint import HEADS_RATE, JointHeads, JointTrainer, answer_places, heads_weight, summed_divergence
 from medusa_train.losses import LossWeights
 from medusa_train.online import OnlineHeads
 from medusa_train.recipe import LoraSection, load_recipe
-from medusa_train.stages import STAGES, Job, run_stages
+from medusa_train.stages import STAGES, run_stages
 
 VOCABULARY, HEADS = 64, 3
 

@@ -17,8 +17,9 @@ from safetensors.torch import load_file
 
 import medusa_train.recipes
 from medusa_train.inference import UserError
+from medusa_train.job import Job
 from medusa_train.recipe import load_recipe
-from medusa_train.stages import Job, run_stages
+from medusa_train.stages import run_stages
 from medusa_train.train import join_ranks
 
 LAUNCHERS = Path(medusa_train.recipes.__file__).parent / "accelerate"

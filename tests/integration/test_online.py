@@ -18,10 +18,11 @@ from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row
 from medusa_train.inference import HeadsConfig, MedusaHeads, UserError
 from medusa_train.inference.backbone import Backbone
+from medusa_train.job import Job
 from medusa_train.losses import LossWeights
 from medusa_train.online import OnlineHeads, states_ahead
 from medusa_train.recipe import load_recipe
-from medusa_train.stages import STAGES, Job, run_stages
+from medusa_train.stages import STAGES, run_stages
 from medusa_train.trainer import HeadsForTraining
 
 VOCABULARY, HEADS = 64, 3
@@ -207,7 +208,7 @@ def test_what_online_training_refuses(recipe_file, monkeypatch):
     def refuse(backbone):
         raise UserError("no packs for this one")
 
-    monkeypatch.setattr("medusa_train.stages.check_packing", refuse)
+    monkeypatch.setattr("medusa_train.train_stage.check_packing", refuse)
     with pytest.raises(UserError, match="no packs"):
         run_stages(Job(load_recipe(recipe_file, [*short, "heads.num_heads=2"])), ["train"])
 

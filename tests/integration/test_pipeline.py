@@ -16,8 +16,9 @@ from medusa_train.eval.acceptance import replay, token_ranks
 from medusa_train.eval.tree_search import count_prefixes, expected_tokens
 from medusa_train.inference import MedusaModel, Tree, UserError
 from medusa_train.inference.stats import DecodeStats
+from medusa_train.job import Job
 from medusa_train.recipe import load_recipe
-from medusa_train.stages import STAGES, Job, run_stages
+from medusa_train.stages import STAGES, run_stages
 
 WORDS = ["what", "is", "the", "cat", "on", "mat", "and", "this", "that", "sat", "user", "system"]
 

@@ -17,13 +17,15 @@ import yaml
 from safetensors.torch import load_file, save_file
 from transformers import get_cosine_schedule_with_warmup
 
-import medusa_train.stages
+import medusa_train.job
+import medusa_train.train_stage
 import medusa_train.trainer
 from conftest import assert_refused, make_llama
 from medusa_train.inference import UserError
 from medusa_train.inference.checkpoint import WEIGHTS
+from medusa_train.job import Job
 from medusa_train.recipe import load_recipe
-from medusa_train.stages import Job, run_stages
+from medusa_train.stages import run_stages
 
 WORDS = ["what", "is", "the", "cat", "on", "mat", "and", "this", "that", "sat", "user", "system"]
 SETTING = {
@@ -322,7 +324,7 @@ def test_early_stopping_is_remembered_over_a_kill(train, monkeypatch):
         train_and_kill(train, patch, 8, *setting)
     with monkeypatch.context() as patch:
         worsening(patch, before=2)
-        patch.setattr(medusa_train.stages, "save_heads", lambda *_, **__: kill())
+        patch.setattr(medusa_train.train_stage, "save_heads", lambda *_, **__: kill())
         with pytest.raises(Killed):
             train(*setting)
     resumed = train(*setting)
@@ -334,7 +336,7 @@ def test_a_run_killed_after_its_last_step_takes_no_other(train, monkeypatch):
     setting = ("training.num_train_epochs=1.5",)
     unbroken = train(*setting, name="unbroken")
     with monkeypatch.context() as patch:
-        patch.setattr(medusa_train.stages, "save_heads", lambda *_, **__: kill())
+        patch.setattr(medusa_train.train_stage, "save_heads", lambda *_, **__: kill())
         with pytest.raises(Killed):
             train(*setting)
     resumed = train(*setting)
@@ -392,8 +394,8 @@ def test_more_heads_than_the_longest_answer_are_refused(train, cached):
 def test_a_cache_of_another_backbone_is_refused(train, tiny_chat_folder, tmp_path, monkeypatch, changes, told):
     other = shutil.copytree(tiny_chat_folder, tmp_path / "other")
     make_llama(seed=7, vocab_size=512, **changes).save_pretrained(other)
-    load = medusa_train.stages.load_backbone
-    monkeypatch.setattr(medusa_train.stages, "load_backbone", lambda source, *rest: load(str(other), *rest))
+    load = medusa_train.job.load_backbone
+    monkeypatch.setattr(medusa_train.job, "load_backbone", lambda source, *rest: load(str(other), *rest))
     with pytest.raises(UserError, match=f"cache was made by another backbone .*{told if changes else ''}"):
         train()
 
@@ -416,9 +418,9 @@ def test_another_number_of_processes_is_refused(train, monkeypatch):
 
 
 def test_only_heads_learn(train, monkeypatch):
-    trainers, original = [], medusa_train.stages.train_heads
+    trainers, original = [], medusa_train.train_stage.train_heads
     monkeypatch.setattr(
-        medusa_train.stages, "train_heads", lambda *args: trainers.append(original(*args)) or trainers[-1]
+        medusa_train.train_stage, "train_heads", lambda *args: trainers.append(original(*args)) or trainers[-1]
     )
     seen = set()  # parameters that ever had a gradient
     at_every_step = torch.optim.AdamW.step
@@ -428,7 +430,7 @@ def test_only_heads_learn(train, monkeypatch):
         assert all(p.grad is None for p in job_backbone[0].model.parameters())
         return at_every_step(self, *args, **kwargs)
 
-    job_backbone, load = [], medusa_train.stages.load_backbone
+    job_backbone, load = [], medusa_train.job.load_backbone
 
     def loading(*args):
         job_backbone.append(load(*args))
@@ -437,7 +439,7 @@ def test_only_heads_learn(train, monkeypatch):
 
     before = {}
     monkeypatch.setattr(torch.optim.AdamW, "step", watching)
-    monkeypatch.setattr(medusa_train.stages, "load_backbone", loading)
+    monkeypatch.setattr(medusa_train.job, "load_backbone", loading)
     job = train()
     after = job.backbone.model.state_dict()
     assert before.keys() == after.keys()

@@ -1,0 +1,128 @@
+"""The stages that measure what was trained, on this device: tree, eval."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+import torch
+
+from medusa_train.data.distill import answer_again
+from medusa_train.data.hidden_states import KeptStates, write_cache
+from medusa_train.data.rows import SPLITS
+from medusa_train.data_stages import ROWS_PER_SHARD
+from medusa_train.eval.acceptance import token_ranks
+from medusa_train.eval.calibration import fit_temperatures
+from medusa_train.eval.evaluate import evaluate
+from medusa_train.eval.report import write_report
+from medusa_train.eval.speed import measure_step_seconds
+from medusa_train.eval.step_curve import fit_step_times
+from medusa_train.eval.tree_search import TreeChoice, best_tree, choose_tree, count_prefixes, expected_tokens
+from medusa_train.inference.adaptive import Calibration
+from medusa_train.inference.checkpoint import save_tree
+from medusa_train.inference.files import write_json
+from medusa_train.inference.tree import Tree
+from medusa_train.job import Job
+from medusa_train.model_card import write_model_card
+
+STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay in one bucket of compiled shapes
+
+
+def run_tree(job: Job) -> dict[str, Any]:
+    """Choose the tree, unless the recipe gives it; write it, and what adaptive drafting needs.
+
+    Step times are measured either way, because adaptive drafting chooses among sizes while it decodes.
+    """
+    section, folder = job.recipe.inference, job.folder
+    stage = folder.begin("tree")
+    model = job.medusa_model()
+    if job.recipe.lora:
+        _measure_again(job)
+    shards = job.measured("calibration")
+    ranks = token_ranks(model, shards)
+    max_rank = min(section.max_rank, model.heads.config.projection_size)
+    prefixes = count_prefixes(ranks.calibration(), max_rank)
+    # One token per pass is always measured: it is what every tree is compared with.
+    trees = {size: best_tree(prefixes, size) for size in sorted({1, *section.tree_sizes})}
+    candidates = {tree.size: tree for tree in trees.values()}
+    given = Tree.from_paths(section.tree) if section.tree is not None else None
+    if given:
+        given.check(model.heads.config.num_heads, model.heads.config.projection_size)
+        candidates[given.size] = given
+    candidates = dict(sorted(candidates.items()))
+    prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
+    rounds = measure_step_seconds(
+        model, list(candidates.values()), prompt, section.step_time_steps, section.step_time_rounds
+    )
+    times = fit_step_times(rounds)
+    # A tree from the recipe may use ranks that the search leaves out.
+    widest = max([max_rank, *(given.ranks_needed() if given else ())])
+    counted = prefixes if widest == max_rank else count_prefixes(ranks.calibration(), widest)
+    choices = {
+        size: TreeChoice(tree, expected_tokens(counted, tree), seconds)
+        for (size, tree), seconds in zip(candidates.items(), times.seconds, strict=True)
+    }
+    offered = {trees[size].size for size in section.tree_sizes}
+    chosen = given or choose_tree([choices[size] for size in sorted(offered)], times.noise).tree
+    largest = max(trees.values(), key=lambda tree: tree.size)
+    step_seconds = {size: choice.step_seconds for size, choice in choices.items() if size <= largest.size}
+    save_tree(folder.heads, chosen, Calibration(largest, fit_temperatures(model, shards), step_seconds))
+    table = [
+        {
+            "size": size,
+            "expected_tokens_per_step": choice.expected_tokens,
+            "step_ms": choice.step_seconds * 1000,
+            "measured_step_ms": min(found) * 1000,
+            "expected_tokens_per_second": choice.tokens_per_second,
+        }
+        for (size, choice), found in zip(choices.items(), rounds, strict=True)
+    ]
+    write_json(stage / "sizes.json", table)
+    return {
+        "chosen_size": chosen.size,
+        "chosen_by": "recipe" if given else "expected tokens per second",
+        "step_time_noise": times.noise,
+        "sizes": table,
+        "calibration_positions": prefixes.positions,
+    }
+
+
+def _measure_again(job: Job) -> None:
+    """Write what the adapted backbone answers to calibration and held-out prompts, and its states there.
+
+    Conversations that were given keep their text.
+    """
+    data, stage = job.recipe.data, job.folder.stage("tree")
+    for split in (split for split in SPLITS if split != "train"):
+        rows, states = job.rows(split), stage / "states" / split
+        shutil.rmtree(stage / split, ignore_errors=True)
+        if not data.conversations:
+            rows = answer_again(
+                job.decoding_backbone, rows, stage / f"{split}.jsonl", states, data.max_new_tokens, data.batch_size
+            )
+        write_cache(
+            job.decoding_backbone, rows, KeptStates(states), stage / split, data.cache_batch_tokens, ROWS_PER_SHARD,
+            split,
+        )  # fmt: skip
+    shutil.rmtree(stage / "states", ignore_errors=True)
+
+
+def run_eval(job: Job) -> dict[str, Any]:
+    """Measure on held-out prompts; write ``report.json``, ``report.html`` and the model card."""
+    section, folder = job.recipe.eval, job.folder
+    folder.begin("eval")
+    made = {stage: folder.result(stage) for stage in ("prompts", "distill", "cache", "train", "tree")}
+    rows = job.rows("heldout")[: section.num_prompts]
+    measured = evaluate(
+        job.medusa_model(),
+        job.tokenizer,
+        [torch.tensor(row.input_ids[: row.spans[0][0]]) for row in rows],
+        [row.messages[-1]["content"] for row in rows],
+        job.measured("heldout"),
+        section.max_new_tokens,
+        section.repeats,
+    )
+    report = measured | {"made": made}
+    write_report(folder.path, report)
+    write_model_card(folder.heads, report)
+    return {"report": str(folder.path / "report.html")}
