@@ -6,6 +6,7 @@ training data. That needs no prompt file, and the prompts come from the model's 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -143,8 +144,26 @@ def load_records(source: str, split: str) -> Iterator[Mapping[str, Any]]:
         else:
             records = load_dataset(source, split=split)
     except (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError) as error:
-        raise UserError(f"cannot read prompts from {source}: {' '.join(str(error).split())[:200]}") from error
+        where = _damaged_line(path) if path.suffix == ".jsonl" else None
+        reason = where or " ".join(str(error).split())[:200]
+        raise UserError(f"cannot read prompts from {source}: {reason}") from error
     yield from records
+
+
+def _damaged_line(path: Path) -> str | None:
+    """What is wrong with a file of JSON lines; None if every line is a JSON object."""
+    records = 0
+    with path.open(encoding="utf-8", errors="replace") as lines:
+        for number, line in enumerate(lines, start=1):
+            if not line.strip():
+                continue
+            records += 1
+            try:
+                if not isinstance(json.loads(line.rstrip()), dict):
+                    return f"line {number} is not an object; write one {{...}} per line"
+            except json.JSONDecodeError as error:
+                return f"line {number}, column {error.colno}: {error.msg}; correct or remove that line"
+    return None if records else "it holds blank lines only; give at least one record"
 
 
 def _messages(record: Mapping[str, Any], source: str) -> list[dict[str, str]]:

@@ -229,7 +229,7 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
         UserError: ``name`` is not in ``known``.
     """
     if name not in known:
-        near = difflib.get_close_matches(name, known, n=1, cutoff=0.5)
+        near = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
         hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}"
         raise UserError(f"{option} {name!r} is unknown; {hint}")
 

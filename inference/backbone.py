@@ -222,10 +222,18 @@ def native_dtype(device: str) -> torch.dtype:
 
 
 def resolve_device(device: str) -> str:
-    """``auto`` -> the first accelerator, else ``cpu``."""
-    if device != "auto":
-        return device
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    """``auto`` -> the first accelerator, else ``cpu``; any other name as it is.
+
+    Raises:
+        UserError: there is no such device.
+    """
+    if device == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # unknown, or of an accelerator that is not here
+        raise UserError(f"device {device!r} cannot be used here; name cpu, cuda, cuda:1, … or auto") from error
+    return device
 
 
 def resolve_dtype(dtype: str, device: str) -> torch.dtype:

@@ -42,4 +42,11 @@ def write_json(path: str | Path, content: Any) -> None:
 def write_tensors(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
     """Write a safetensors file atomically."""
     whole = {name: tensor.contiguous() for name, tensor in tensors.items()}
-    write_atomically(path, lambda temporary: save_file(whole, temporary, metadata))
+
+    def write(temporary: Path) -> None:
+        temporary.touch()
+        readable = temporary.stat().st_mode
+        save_file(whole, temporary, metadata)
+        temporary.chmod(readable)  # safetensors makes files that only their owner may read
+
+    write_atomically(path, write)

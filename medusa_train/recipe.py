@@ -101,7 +101,9 @@ class TrainingSection(_Section):
     gradient_accumulation_steps: int = Field(1, ge=1)
     warmup_steps: float = Field(0.05, ge=0)
     """Below 1: a share of all steps."""
-    lr_scheduler_type: str = "cosine"
+    lr_scheduler_type: Literal[
+        "cosine", "linear", "constant", "constant_with_warmup", "inverse_sqrt", "polynomial", "cosine_with_restarts"
+    ] = "cosine"
     weight_decay: float = Field(0.0, ge=0)
     max_grad_norm: float = Field(1.0, gt=0)
     logging_steps: int = Field(20, ge=1)
@@ -282,7 +284,8 @@ def to_yaml(recipe: Recipe) -> str:
 def _apply(content: dict[str, Any], override: str) -> None:
     key, equals, value = override.partition("=")
     if not equals or not key:
-        raise UserError(f"override {override!r}: expected section.field=value")
+        hint = "; a recipe goes behind --recipe here" if override.endswith((".yaml", ".yml")) else ""
+        raise UserError(f"override {override!r}: expected section.field=value{hint}")
     *sections, field = key.split(".")
     target = content
     for section in sections:
@@ -309,6 +312,8 @@ def _explain(error: ValidationError) -> str:
         return f"unknown key {where}{hint}"
     if first["type"] == "missing":
         return f"{where} is missing"
+    if first["type"] == "model_type":
+        return f"{where}: a section of keys is expected, got {first['input']!r}"
     return f"{where}: {first['msg'].lower()}, got {first['input']!r}"
 
 

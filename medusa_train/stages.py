@@ -77,6 +77,6 @@ def _summary(result: dict[str, Any]) -> str:
     for key, value in result.items():
         if isinstance(value, float):
             parts.append(f"{key.replace('_', ' ')} {value:.3g}")
-        elif not isinstance(value, list):
+        elif value is not None and not isinstance(value, list):
             parts.append(f"{key.replace('_', ' ')} {value}")
     return ", ".join(parts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from accelerate import DistributedType, PartialState
+from torch import Tensor
 from transformers import TrainerState, set_seed
 
 from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
@@ -53,7 +54,7 @@ def run_train(job: Job) -> dict[str, Any]:
         recipe.heads.kind, recipe.heads.lm_head,
     )  # fmt: skip
     answers = answer_tokens(rows) if online else (shard.tokens for shard in shards)
-    kept, coverage = draft_vocabulary(answers, config.projection_size, backbone.vocab_size)
+    kept, _ = draft_vocabulary(answers, config.projection_size, backbone.vocab_size)
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)
     weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
     joint = JointHeads(heads, backbone, weights, recipe.lora) if recipe.lora else None
@@ -100,10 +101,16 @@ def run_train(job: Job) -> dict[str, Any]:
         "optimizer_steps": trainer.state.global_step,
         "first_loss": losses[0] if losses else None,
         "last_loss": losses[-1] if losses else None,
-        "draft_vocabulary_coverage": coverage,
+        "draft_vocabulary_coverage": _coverage(kept, read_cache(folder.stage("cache") / "calibration")),
         **_best(trainer.state, training.metric_for_best_model),
         **drift,
     }
+
+
+def _coverage(kept: Tensor, shards: Sequence[Shard]) -> float:
+    """Share of the calibration answers' tokens that heads can draft; they were not counted when it was chosen."""
+    tokens = torch.cat([shard.tokens for shard in shards])
+    return float(torch.isin(tokens, kept).float().mean())
 
 
 def _best(state: TrainerState, metric: str) -> dict[str, Any]:

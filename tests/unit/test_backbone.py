@@ -96,3 +96,9 @@ def test_a_hub_id_is_left_to_transformers():
 def test_a_cpu_gets_bf16_only_where_it_computes_in_it(monkeypatch, capabilities, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert native_dtype("cpu") == dtype
+
+
+@pytest.mark.parametrize("device", ["tpu", "cuda:99"])
+def test_a_device_that_is_not_here_is_named_before_anything_is_loaded(device):
+    with pytest.raises(UserError, match=f"device '{device}' cannot be used here"):
+        load_backbone("no/model", device=device)

@@ -174,3 +174,8 @@ def test_the_two_layouts_are_never_mistaken_for_each_other(tmp_path):
         UserError, match=r"holds heads with projections of their own, but config\.json says the backbone"
     ):
         load_heads(tmp_path / "own")
+
+
+def test_weights_may_be_read_by_whom_the_config_may(saved):
+    modes = {(saved / name).stat().st_mode for name in (WEIGHTS, "config.json")}
+    assert len(modes) == 1

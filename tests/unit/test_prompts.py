@@ -5,7 +5,7 @@ import json
 import pytest
 from datasets import Dataset, config
 
-from medusa_train.data.prompts import load_conversations, load_prompts, normalized
+from medusa_train.data.prompts import load_conversations, load_prompts, load_records, normalized
 from medusa_train.data.rows import Prompt
 from medusa_train.inference import UserError
 
@@ -165,3 +165,18 @@ def test_texts_are_compared_up_to_case_and_spaces():
 def test_the_first_of_several_user_turns_is_the_prompt(path):
     source = write(path, [{"question_id": 81, "category": "writing", "turns": ["What is this?", "And that?"]}])
     assert prompts_of(source) == [[USER]]
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('{"prompt": "a b"}\n{"prompt": "c"\n', "line 2, column 15: Expecting ',' delimiter"),
+        ("\n  \n", "blank lines only"),
+        ('{"prompt": "a b"}\n\n[1, 2]\n', "line 3 is not an object"),
+    ],
+)
+def test_a_damaged_line_is_named(tmp_path, text, message):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(UserError, match=message):
+        list(load_records(str(path), "train"))

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+import transformers
 from pydantic import BaseModel
 
 from medusa_train.inference import Tree, UserError
@@ -198,3 +199,19 @@ def test_the_printed_recipe_is_the_recipe(minimal, tmp_path):
 @pytest.mark.parametrize("key", leaf_keys(Recipe))
 def test_every_key_is_documented(key):
     assert f"`{key}`" in (RECIPES / "README.md").read_text(encoding="utf-8")
+
+
+def test_an_unknown_schedule_a_bare_section_and_a_misplaced_recipe_are_named_at_once():
+    with pytest.raises(UserError, match="'constant_with_warmup'"):
+        load_recipe(RECIPES / "quickstart.yaml", ["training.lr_scheduler_type=cosin"])
+    with pytest.raises(UserError, match="heads: a section of keys is expected, got 3"):
+        load_recipe(RECIPES / "quickstart.yaml", ["heads=3"])
+    with pytest.raises(UserError, match="a recipe goes behind --recipe"):
+        load_recipe(RECIPES / "quickstart.yaml", ["mine.yaml"])
+
+
+def test_every_schedule_is_one_of_transformers():
+    names = {name.value for name in transformers.SchedulerType}
+    assert (
+        set(get_args(Recipe.model_fields["training"].annotation.model_fields["lr_scheduler_type"].annotation)) <= names
+    )
