@@ -178,6 +178,10 @@ class JointTrainer(HeadsTrainer):
             self.optimizer = kind(groups, **keywords)
         return self.optimizer
 
+    def _determine_best_metric(self, metrics: dict[str, float], trial: Any) -> bool:
+        """As in the Trainer, after the warm-up: before it the adapter has not moved, and the heads are unhindered."""
+        return not self.model.warming_up and super()._determine_best_metric(metrics, trial)
+
     def compute_loss(
         self,
         model: nn.Module,

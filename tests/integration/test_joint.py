@@ -407,6 +407,14 @@ def test_evaluation_in_the_loop_reads_what_the_adapted_backbone_computes(recipe_
     assert logs[-1]["kl_to_base"] > 0
 
 
+def test_the_best_checkpoint_is_one_of_the_joint_training(recipe_file, monkeypatch):
+    falling = iter(range(9, 0, -1))
+    monkeypatch.setattr(medusa_train.trainer, "heads_quality", lambda *_: {"tokens_per_step": float(next(falling))})
+    job = Job(load_recipe(recipe_file, ["lora.warmup_steps=4", "training.load_best_model_at_end=true"]))
+    run_stages(job, list(STAGES)[:4])
+    assert job.folder.result("train")["result"]["best_step"] == 8  # step 4 was better, and the warm-up's last
+
+
 def test_a_whole_run_and_one_that_was_killed(recipe_file, monkeypatch):
     job = Job(load_recipe(recipe_file))
     run_stages(job, list(STAGES))

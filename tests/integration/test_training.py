@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import wandb
 import yaml
 from safetensors.torch import load_file, save_file
 from transformers import get_cosine_schedule_with_warmup
@@ -468,7 +469,6 @@ def test_a_tracker_without_its_package_is_refused_before_any_work(cached, comman
 
 
 def test_wandb_gets_the_loss_of_every_head(train, tmp_path, monkeypatch):
-    wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     monkeypatch.setenv("WANDB_SILENT", "true")
@@ -483,7 +483,6 @@ def test_wandb_gets_the_loss_of_every_head(train, tmp_path, monkeypatch):
 
 
 def test_tensorboard_gets_the_loss_of_every_head(train):
-    pytest.importorskip("tensorboard")
     job = train("training.report_to=tensorboard")
     content = b"".join(path.read_bytes() for path in job.folder.path.rglob("*tfevents*"))
     assert all(tag in content for tag in (b"train/loss_h2", b"eval/tokens_per_step", b"eval/top5_h1"))

@@ -168,10 +168,10 @@ def test_a_malformed_override_is_quoted(minimal, override):
     assert repr(override) in message_of(minimal, override)
 
 
-@pytest.mark.parametrize("path", sorted(RECIPES.rglob("*.yaml")), ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "path", sorted(set(RECIPES.rglob("*.yaml")) - set(RECIPES.glob("accelerate/*"))), ids=lambda path: path.name
+)
 def test_shipped_recipes_load(path):
-    if path.parent.name == "accelerate":
-        pytest.skip("a launcher's file, not a recipe")
     assert load_recipe(path).backbone.source
 
 
