@@ -2,7 +2,8 @@
 
 RUN is the folder of a run that has been distilled (default ``runs/quickstart``); its rows and its recipe are used. The
 stand-in of the original recipe runs the frozen backbone on every batch, applies a residual block and a projection to
-the whole vocabulary to *all* positions, keeps the logits of all heads in one tensor and learns hard labels.
+the whole vocabulary to *all* positions, keeps the logits of all heads in one tensor and learns hard labels. The online
+arm runs the backbone on every batch too, with this project's loss; the cached ones never run it.
 
 Every arm is a process of its own. All are loaded first and then train in turn, a slice of their steps at a time, so
 that a busy machine slows all alike. One loop trains every arm; only the batches and the loss differ, and a batch holds
@@ -33,11 +34,13 @@ from transformers import get_cosine_schedule_with_warmup
 
 from medusa_train.data.dataset import IGNORED, HeadsDataset, draft_vocabulary
 from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
+from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row, read_rows
 from medusa_train.inference.backbone import Backbone, load_backbone
 from medusa_train.inference.files import write_json
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.losses import LossWeights
+from medusa_train.online import OnlineHeads
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import environment
 from medusa_train.trainer import HeadsForTraining
@@ -46,7 +49,12 @@ DRAFT_VOCABULARY = 4096
 ORIGINAL_LEARNING_RATE = 1e-3  # what its documentation trains heads with
 WARMUP = 0.05
 # Arm -> size of the heads' vocabulary, 0 for the whole.
-ARMS = {"original": 0, "cached, whole vocabulary": 0, f"cached, vocabulary {DRAFT_VOCABULARY}": DRAFT_VOCABULARY}
+ARMS = {
+    "original": 0,
+    f"online, vocabulary {DRAFT_VOCABULARY}": DRAFT_VOCABULARY,
+    "cached, whole vocabulary": 0,
+    f"cached, vocabulary {DRAFT_VOCABULARY}": DRAFT_VOCABULARY,
+}
 
 
 def original_loss(backbone: Backbone, heads: MedusaHeads, rows: list[Row], decay: float) -> Tensor:
@@ -74,6 +82,10 @@ def head_positions(row: Row) -> int:
     return sum(max(0, end - max(start, 1) - 1) for start, end in row.spans)
 
 
+def longest(rows: list[Row]) -> int:
+    return max(len(row.input_ids) for row in rows)
+
+
 class Arm:
     """A way of training, loaded and ready: its batches, its loss, and heads as the backbone starts them."""
 
@@ -87,26 +99,35 @@ class Arm:
         kept = draft_vocabulary((shard.tokens for shard in shards), vocabulary, whole)[0] if vocabulary else None
         config = HeadsConfig(recipe.heads.num_heads, 1, self.backbone.hidden_size, whole, vocabulary)
         self.heads = MedusaHeads.for_backbone(self.backbone, config, kept)
+        rows, size = train_rows(settings), training.per_device_train_batch_size
+        self.learning_rate = ORIGINAL_LEARNING_RATE if name == "original" else training.learning_rate
+        self.loss: Callable[[list[int]], Tensor]
+        self.positions: Callable[[list[int]], int] = len
         if name == "original":
-            rows, size = train_rows(settings), settings.rows_per_batch
-            self.learning_rate = ORIGINAL_LEARNING_RATE
-            self.loss: Callable[[list[int]], Tensor] = lambda picked: original_loss(
+            samples, size = len(rows), settings.rows_per_batch
+            self.loss = lambda picked: original_loss(
                 self.backbone, self.heads, [rows[i] for i in picked], training.loss_decay
             )
-            self.positions: Callable[[list[int]], int] = lambda picked: sum(head_positions(rows[i]) for i in picked)
-            samples = len(rows)
+            self.positions = lambda picked: sum(head_positions(rows[i]) for i in picked)
         else:
-            dataset = HeadsDataset(shards, config.num_heads)
             weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
-            module = HeadsForTraining(self.heads, self.backbone, weights)
-            size, self.learning_rate = training.per_device_train_batch_size, training.learning_rate
+            online = name.startswith("online")
+            module = (OnlineHeads if online else HeadsForTraining)(self.heads, self.backbone, weights)
+            dataset: PackedRows | HeadsDataset
+            if online:
+                packs = PackedRows(rows, config.num_heads, settings.rows_per_batch * longest(rows), recipe.seed)
+                self.positions = lambda picked: sum(head_positions(row) for i in picked for row in packs.packs[i])
+                dataset, samples, size = packs, len(packs), 1
+            else:
+                dataset = HeadsDataset(shards, config.num_heads)
+                samples = len(dataset)
 
-            def cached_loss(picked: list[int]) -> Tensor:
-                samples = dataset.__getitems__(picked)
-                del samples["index"]  # for the Trainer's messages
-                return module(**{name: tensor.to(self.backbone.device) for name, tensor in samples.items()})["loss"]
+            def heads_loss(picked: list[int]) -> Tensor:
+                batch = dataset.__getitems__(picked)
+                del batch["index"]  # for the Trainer's messages
+                return module(**{name: tensor.to(self.backbone.device) for name, tensor in batch.items()})["loss"]
 
-            self.loss, self.positions, samples = cached_loss, len, len(dataset)
+            self.loss = heads_loss
         shuffled = [part for _ in range(settings.epochs) for part in torch.randperm(samples).split(size)]
         self.batches = [part.tolist() for part in shuffled]
 
@@ -239,7 +260,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=96, help="training rows to use")
     parser.add_argument("--epochs", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=3, help="turns that the steps of an arm are cut into")
-    parser.add_argument("--rows-per-batch", type=int, default=2, help="of the original recipe")
+    parser.add_argument("--rows-per-batch", type=int, default=2, help="of the original recipe, and of a pack")
     parser.add_argument("--dtype", default="auto", help="auto, float32, bfloat16 or float16")
     parser.add_argument("--out", type=Path, help="JSON file for all figures")
     settings = parser.parse_args()
