@@ -1,5 +1,7 @@
 """LoRA on the backbone: put on for joint training, saved with the heads, merged where heads decode.
 
+Weights in 4 or 8 bits could not hold a merged adapter without rounding most of it away, so theirs stays beside them.
+
 The layers are peft's. What is loaded is what this package writes: a plain LoRA, from safetensors, name by name; nothing
 is unpickled and nothing is left at its random start.
 """
@@ -97,8 +99,8 @@ class Adapter:
         (folder / "README.md").unlink(missing_ok=True)  # an unfilled form
 
 
-def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
-    """Add the adapter in ``folder`` to the weights of ``model``, in place; the result has no adapter layers.
+def load_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
+    """Add the adapter in ``folder`` to ``model``, in place: to its weights, or beside them where they are quantized.
 
     Raises:
         UserError: a file is missing or damaged, it is no plain LoRA, or it does not fit the model.
@@ -117,6 +119,8 @@ def merge_adapter(model: PreTrainedModel, folder: Path) -> PreTrainedModel:
         if ours != theirs:
             raise UserError(f"{weights}: tensor {name} is {theirs}, {type(model).__name__} needs {ours}")
     set_peft_model_state_dict(adapter.model, tensors)
+    if getattr(model, "hf_quantizer", None) is not None:
+        return model
     merged: PreTrainedModel = adapter.model.merge_and_unload(safe_merge=True)
     return merged
 

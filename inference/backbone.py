@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -310,7 +311,7 @@ def load_backbone(
         device: ``auto``, ``cpu``, ``cuda``, ``cuda:1``, …
         quantization: None, ``8bit`` or ``4bit`` (bitsandbytes, lm_head left whole).
         trust_remote_code: run Python code that the model repository brings; off unless the user asked.
-        adapter: folder of a LoRA adapter to merge into the weights (`adapter.merge_adapter`).
+        adapter: folder of a LoRA adapter to add to the model (`adapter.load_adapter`).
         trainable: keep layers that gradients pass through and that can be saved, instead of the faster ones on CPUs.
 
     Raises:
@@ -319,7 +320,9 @@ def load_backbone(
     location, gguf_file = resolve_source(source)
     device = resolve_device(device)
     options: dict[str, Any] = {"dtype": resolve_dtype(dtype, device), "trust_remote_code": trust_remote_code}
-    if quantization and not gguf_file:
+    if quantization:
+        if gguf_file:
+            raise UserError(f"backbone {source}: a GGUF file is loaded whole; remove backbone.quantization")
         options |= {"quantization_config": _bitsandbytes(quantization), "device_map": {"": device}}
     try:
         if not gguf_file:
@@ -334,9 +337,9 @@ def load_backbone(
     if not quantization:
         model = model.to(device)
     if adapter:
-        from medusa_train.inference.adapter import merge_adapter  # peft: seconds, for the few who need it
+        from medusa_train.inference.adapter import load_adapter  # peft: seconds, for the few who need it
 
-        model = merge_adapter(model, adapter)
+        model = load_adapter(model, adapter)
     model.eval().requires_grad_(False)
     # A repository's recommended settings (repetition penalty, sampling) would colour what is called greedy here.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
@@ -359,7 +362,10 @@ def _bitsandbytes(quantization: str) -> Any:
     from transformers import BitsAndBytesConfig
 
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise UserError(f"backbone.quantization={quantization} needs bitsandbytes; run: pip install bitsandbytes")
+        raise UserError(
+            f"backbone.quantization={quantization} needs bitsandbytes; run: pip install 'medusa-train[quantization]'"
+        )
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # it warns in every single product
     return BitsAndBytesConfig(
         load_in_8bit=quantization == "8bit",
         load_in_4bit=quantization == "4bit",

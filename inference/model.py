@@ -144,10 +144,11 @@ class MedusaModel:
         backbone: str | Backbone | PreTrainedModel | None = None,
         dtype: str = "auto",
         device: str = "auto",
+        quantization: str | None = None,
     ) -> MedusaModel:
-        """Load heads and, unless given, the backbone that their config names.
+        """Load heads and, unless given, the backbone that their config names (arguments as of `load_backbone`).
 
-        An adapter that the heads bring is merged into a backbone that is loaded here. A model that is passed is used as
+        An adapter that the heads bring is added to a backbone that is loaded here. A model that is passed is used as
         it is: it has to be adapted, or merged, already.
 
         Raises:
@@ -157,7 +158,8 @@ class MedusaModel:
         if backbone is None and not checkpoint.backbone_source:
             raise UserError(f"{heads} does not name its backbone; pass backbone=...")
         if backbone is None or isinstance(backbone, str):
-            backbone = load_backbone(backbone or checkpoint.backbone_source, dtype, device, adapter=checkpoint.adapter)
+            source = backbone or checkpoint.backbone_source
+            backbone = load_backbone(source, dtype, device, quantization, adapter=checkpoint.adapter)
         elif isinstance(backbone, PreTrainedModel):
             backbone = Backbone.wrap(backbone)
         model = cls(backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration)

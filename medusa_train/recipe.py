@@ -32,7 +32,7 @@ class BackboneSection(_Section):
     device: str = "auto"
     """auto, cpu, cuda, cuda:1, …"""
     quantization: Literal["8bit", "4bit"] | None = None
-    """Load through bitsandbytes."""
+    """Load through bitsandbytes. In 8bit a pass rounds its tokens together, so drafts can change greedy text."""
     chat_template: str | None = None
     """Jinja file, for a model that brings no chat template."""
     trust_remote_code: bool = False
@@ -248,8 +248,6 @@ class Recipe(_Section):
     def _check_lora(self) -> Recipe:
         if self.lora and self.training.mode != "online":
             raise UserError("lora changes the backbone's states while it trains; set training.mode: online")
-        if self.lora and self.backbone.quantization:
-            raise UserError("lora needs a backbone that it can be merged into; remove backbone.quantization")
         return self
 
 

@@ -499,7 +499,6 @@ def test_launches_that_share_out_parameters_are_refused(recipe_file, monkeypatch
     ("overrides", "told"),
     [
         (["training.mode=cached"], "set training.mode: online"),
-        (["backbone.quantization=8bit"], "remove backbone.quantization"),
         (["lora.rank=8"], "unknown key lora.rank"),
         (["lora.r=0"], "lora.r"),
     ],
