@@ -1,146 +1,71 @@
-"""Self-distillation: the backbone answers the prompts, and its own tokens become the training text."""
+"""Self-distillation: the backbone answers the prompts, and its own tokens become the training text.
+
+What is asked is in `asking`; who answers is a backend, the model in this process (`transformers_backend`) or servers
+(`openai_backend`); what became of every prompt is kept by a `Journal`.
+"""
 
 from __future__ import annotations
 
-import time
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import torch
-from torch import Tensor
+import numpy as np
+from accelerate import PartialState
+from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from medusa_train.data.chat import encode_conversation, render_prompt
-from medusa_train.data.generation import generate_batch
-from medusa_train.data.hidden_states import keep_states
+from medusa_train.data.asking import Asking
+from medusa_train.data.chat import encode_conversation
+from medusa_train.data.journal import FAILURES, ROWS, WAITING, Failure, Journal
+from medusa_train.data.progress import AnswerProgress
 from medusa_train.data.prompts import load_conversations
-from medusa_train.data.rows import SPLITS, Prompt, Row, Split, append_jsonl, drop_torn_tail, read_rows, split_of
-from medusa_train.inference.backbone import Backbone
+from medusa_train.data.rows import SPLITS, JsonLines, Prompt, Row, append_jsonl, open_rows, split_of
 from medusa_train.inference.errors import UserError
 
+# Appends outcomes for all prompts in the order of asking; returns the prompts whose answers are wanted, in order.
+Backend = Callable[[Asking, NDArray[np.int64], Journal, AnswerProgress], Sequence[int] | NDArray[np.int64]]
 
-def distill(
-    backbone: Backbone,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Prompt],
-    path: Path,
-    states_folder: Path | None,
-    answer_tokens: int | None,
-    max_new_tokens: int,
-    batch_size: int,
-    calibration_share: float,
-    heldout_share: float,
-) -> None:
-    """Append greedy answers to ``path`` until the prompts, or the wanted number of answer tokens, are used up.
 
-    Token ids are stored as the model made them, so labels never depend on re-tokenizing text. Batches are fixed by
-    the prompts alone. Each writes the hidden states of its answers to a file in ``states_folder`` (see `keep_states`),
-    then appends its rows in one write: a row never comes without its states. A resumed run answers the batches that
-    miss a row, as a whole and so exactly as an unbroken run, and appends only the missing rows.
+def distill(asking: Asking, folder: Path, backend: Backend, retry_failed: bool = False) -> None:
+    """Answer the prompts into ``rows.jsonl`` of a folder; goes on with what is there.
+
+    Every prompt that was asked ends either there or in ``failed.jsonl``, once, whatever came between. The rows are the
+    same whatever order the answers came in.
 
     Args:
-        states_folder: None keeps no states.
-        answer_tokens: stop once this many have been written; None answers every prompt. Prompts of the calibration
-            and held-out splits come first, so that stopping early never leaves those empty.
+        retry_failed: ask those again that failed before.
+
+    Raises:
+        UserError: a split got no row, or the backend cannot go on.
     """
-    drop_torn_tail(path)
-    done = {row.id: row for row in _existing(path)}
-    splits = {prompt.id: split_of(prompt.id, calibration_share, heldout_share) for prompt in prompts}
-    waiting, refused, too_long = [], 0, 0
-    room = None if backbone.max_positions is None else backbone.max_positions - max_new_tokens
-    # A prompt's id is a hash, so this order is a fixed shuffle.
-    for prompt in sorted(prompts, key=lambda prompt: (splits[prompt.id] == "train", prompt.id)):
-        try:
-            ids = render_prompt(tokenizer, prompt.messages)
-        except UserError:
-            refused += 1
-            continue
-        if room is not None and len(ids) > room:
-            too_long += 1
-        else:
-            waiting.append((ids, prompt))
-    if refused:
-        tqdm.write(f"distill: {refused} prompts that the chat template refuses were left out")
-    if too_long:
-        tqdm.write(f"distill: {too_long} prompts that leave no room for {max_new_tokens} tokens were left out")
-    written, generated, started = 0, 0, time.perf_counter()
-    with tqdm(total=len(waiting), desc="distill", unit="answer") as bar:
-        for number, start in enumerate(range(0, len(waiting), batch_size)):
-            if answer_tokens is not None and written >= answer_tokens:
-                break
-            members = waiting[start : start + batch_size]
-            if any(prompt.id not in done for _, prompt in members):
-                rows, states = _answer(backbone, members, splits, max_new_tokens)
-                if states_folder:
-                    keep_states(states_folder / f"batch-{number:05d}.safetensors", rows, states)
-                missing = [row for row in rows if row.id not in done]
-                append_jsonl(path, missing)
-                done |= {row.id: row for row in missing}
-                generated += sum(row.learnt_tokens for row in rows)
-            # Counted batch by batch, also what was there before: a resumed run stops where an unbroken one would.
-            written += sum(done[prompt.id].learnt_tokens for _, prompt in members)
-            bar.update(len(members))
-            if generated:
-                # A line of its own, so that it stays in logs.
-                rate = generated / (time.perf_counter() - started)
-                wanted = written * len(waiting) / bar.n
-                left = (min(wanted, answer_tokens or wanted) - written) / rate
-                tqdm.write(
-                    f"distill: {bar.n} of {len(waiting)} prompts, {written} answer tokens, {rate:.0f} tokens/s, "
-                    f"{max(left, 0) / 60:.1f} minutes left"
-                )
-    if answer_tokens is not None and written < answer_tokens:
-        tqdm.write(
-            f"distill: the prompts gave {written} answer tokens of the {answer_tokens} wanted; raise data.num_prompts"
-        )
-    _check_splits(path)
+    state, ids = PartialState(), asking.ids()
+    order = asking.order(ids)
+    journal = Journal(folder, ids, state.process_index, retry_failed)
+    state.wait_for_everyone()  # before anyone appends, every process has read what was there
+    answered = int((journal.status != WAITING).sum())
+    with AnswerProgress(len(ids), asking.answer_tokens, answered, int(journal.tokens.sum())) as progress:
+        chosen = backend(asking, order, journal, progress)
+    state.wait_for_everyone()
+    if state.is_main_process:
+        whole = Journal(folder, ids, state.process_index, retry_failed) if state.num_processes > 1 else journal
+        whole.finish(chosen)
+        _tell_failures(folder)
+        total = int(whole.tokens[np.asarray(chosen, dtype=np.int64)].sum())
+        if asking.answer_tokens is not None and total < asking.answer_tokens:
+            tqdm.write(
+                f"distill: the prompts gave {total} answer tokens of the {asking.answer_tokens} wanted; "
+                "raise data.num_prompts"
+            )
+        check_splits(folder / ROWS)
+    state.wait_for_everyone()
 
 
-def _answer(
-    backbone: Backbone, batch: Sequence[tuple[list[int], Prompt]], splits: Mapping[str, Split], max_new_tokens: int
-) -> tuple[list[Row], list[Tensor]]:
-    """Rows, and for each the hidden states that its answer's tokens were chosen from."""
-    eos = backbone.eos_token_ids
-    states: list[list[Tensor]] = [[] for _ in batch]
-
-    def keep(row: int, hidden: Tensor) -> None:
-        states[row].append(hidden)
-
-    answers = generate_batch(backbone, [ids for ids, _ in batch], max_new_tokens, eos, states=keep)
-    rows = [
-        Row(
-            id=prompt.id,
-            split=splits[prompt.id],
-            messages=prompt.messages,
-            input_ids=ids + answer,
-            spans=[(len(ids), len(ids) + len(answer))],
-            finish_reason="stop" if answer[-1] in eos else "length",
-        )
-        for (ids, prompt), answer in zip(batch, answers, strict=True)
-    ]
-    return rows, [torch.cat(pieces) for pieces in states]
-
-
-def answer_again(
-    backbone: Backbone, rows: Sequence[Row], path: Path, states_folder: Path, max_new_tokens: int, batch_size: int
-) -> list[Row]:
-    """The answers of a changed backbone to the prompts of distilled ``rows``; written and returned.
-
-    Args:
-        states_folder: gets their hidden states, as in `distill`.
-    """
-    path.unlink(missing_ok=True)
-    answered: list[Row] = []
-    for number, start in enumerate(tqdm(range(0, len(rows), batch_size), desc="answer again", unit="batch")):
-        members = rows[start : start + batch_size]
-        prompts = [(row.input_ids[: row.spans[0][0]], Prompt(row.id, row.messages)) for row in members]
-        splits = {row.id: row.split for row in members}
-        made, states = _answer(backbone, prompts, splits, max_new_tokens)
-        keep_states(states_folder / f"batch-{number:05d}.safetensors", made, states)
-        append_jsonl(path, made)
-        answered += made
-    return answered
+def failures(folder: Path) -> Counter[str]:
+    """Reason -> prompts that failed for it."""
+    records = JsonLines(folder / FAILURES, lambda record: Failure(**record))
+    return Counter(record.failed for record in records) if len(records) else Counter()
 
 
 def take_conversations(
@@ -193,17 +118,27 @@ def take_conversations(
     if refused:
         tqdm.write(f"distill: {refused} conversations that the chat template refuses were left out")
     append_jsonl(path, rows.values())
-    _check_splits(path)
+    check_splits(path)
 
 
-def _existing(path: Path) -> list[Row]:
-    return read_rows(path) if path.exists() and path.stat().st_size else []
+def _tell_failures(folder: Path) -> None:
+    reasons = failures(folder)
+    if not reasons:
+        return
+    for reason, count in reasons.most_common(5):
+        tqdm.write(f"distill: {count} prompts failed: {reason}")
+    tqdm.write(f"distill: all {reasons.total()} are in {folder / FAILURES}; --retry-failed asks them again")
 
 
-def _check_splits(path: Path) -> None:
-    rows = read_rows(path)
+def check_splits(path: Path) -> None:
+    """Refuse rows that leave a split empty.
+
+    Raises:
+        UserError: they do; what to change is told.
+    """
+    found = {row.split for row in open_rows(path)}
     advice = {"train": "lower data.calibration_share and data.heldout_share"}
     for split in SPLITS:
-        if not any(row.split == split for row in rows):
+        if split not in found:
             more = advice.get(split, f"raise data.{split}_share")
             raise UserError(f"no row fell into the {split} split; give more prompts or {more}")

@@ -22,15 +22,19 @@ def generate_batch(
     eos_token_ids: Sequence[int],
     temperature: float = 0.0,
     top_k: int = 0,
-    seed: int = 0,
+    seed: int | Sequence[int] = 0,
     states: StateSink | None = None,
 ) -> list[list[int]]:
     """Continue every prompt, greedily at temperature 0; each one's new ids, up to and including its first end token.
 
-    ``states`` gets the hidden states that they were chosen from.
+    Args:
+        seed: of one stream of draws for the batch, or of one per prompt, whose text then does not depend on the others.
+        states: gets the hidden states that the ids were chosen from.
     """
-    generator = torch.Generator(backbone.device).manual_seed(seed)
-    generators = [generator] * len(prompts)
+    if isinstance(seed, int):
+        generators = [torch.Generator(backbone.device).manual_seed(seed)] * len(prompts)
+    else:
+        generators = [torch.Generator(backbone.device).manual_seed(each) for each in seed]
     verify = make_verifier(None, temperature, {"top_k": top_k})
     answers: list[list[int]] = [[] for _ in prompts]
     for blocks in decode(

@@ -5,16 +5,19 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from itertools import accumulate
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, BinaryIO, Generic, Literal, TypeVar, overload
 
 from medusa_train.data.chat import Message, Span
 from medusa_train.inference.errors import UserError
 
 Split = Literal["train", "calibration", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "calibration", "heldout")
+Record = TypeVar("Record")
 
 
 @dataclass(frozen=True)
@@ -24,15 +27,18 @@ class Prompt:
     Attributes:
         id: hash of the messages.
         messages: OpenAI-style ``role``/``content`` messages, the last one a user's.
+        follow_ups: what the user says next, each once the assistant's own answer to the one before is there.
     """
 
     id: str
     messages: list[dict[str, str]]
+    follow_ups: list[str] = field(default_factory=list)
 
     @classmethod
-    def of(cls, messages: Iterable[Message]) -> Prompt:
+    def of(cls, messages: Iterable[Message], follow_ups: Sequence[str] = ()) -> Prompt:
         plain = [{"role": message["role"], "content": message["content"]} for message in messages]
-        return cls(hashlib.sha256(json.dumps(plain).encode()).hexdigest()[:16], plain)
+        turns = [*plain, *follow_ups]
+        return cls(hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16], plain, list(follow_ups))
 
 
 @dataclass(frozen=True)
@@ -42,10 +48,12 @@ class Row:
     Attributes:
         id: id of its prompt.
         split: see `split_of`.
-        messages: the prompt, for people.
+        messages: what stands before the last answer, for people.
         input_ids: prompt and answer.
         spans: ``[start, end)`` of the ids that carry loss.
         finish_reason: ``stop`` or ``length`` for a distilled answer, ``given`` for a conversation from a file.
+        temperature: that of a distilled answer.
+        mismatch: why the ids may not be those that the model wrote (its text was tokenized again); None if they are.
     """
 
     id: str
@@ -54,6 +62,8 @@ class Row:
     input_ids: list[int]
     spans: list[Span]
     finish_reason: str
+    temperature: float = 0.0
+    mismatch: str | None = None
 
     @property
     def learnt_tokens(self) -> int:
@@ -68,14 +78,65 @@ def split_of(prompt_id: str, calibration_share: float, heldout_share: float) -> 
     return "calibration" if point < heldout_share + calibration_share else "train"
 
 
-def append_jsonl(path: Path, records: Iterable[Prompt | Row]) -> None:
-    """Append records in one write and wait until they are on the disk."""
-    text = "".join(json.dumps(asdict(record), ensure_ascii=False) + "\n" for record in records)
+class JsonLines(Sequence[Record], Generic[Record]):
+    """The records of a file of JSON lines, read when they are asked for: 8 bytes of memory each.
+
+    A last line that a kill left unfinished is passed over.
+    """
+
+    def __init__(self, path: Path, make: Callable[[dict[str, Any]], Record]) -> None:
+        self.path, self._make = path, make
+        self._offsets = array("q", [offset for offset, _ in whole_lines(path)])
+
+    def keep(self, wanted: Callable[[Record], bool]) -> JsonLines[Record]:
+        """Leave out the records that are not wanted."""
+        self._offsets = array("q", [at for at, record in zip(self._offsets, self, strict=True) if wanted(record)])
+        return self
+
+    def __len__(self) -> int:
+        return len(self._offsets)
+
+    @overload
+    def __getitem__(self, place: int) -> Record: ...
+
+    @overload
+    def __getitem__(self, place: slice) -> list[Record]: ...
+
+    def __getitem__(self, place: int | slice) -> Record | list[Record]:
+        with self.path.open("rb") as file:
+            if isinstance(place, slice):
+                return [self._read(file, offset) for offset in self._offsets[place]]
+            return self._read(file, self._offsets[place])
+
+    def __iter__(self) -> Iterator[Record]:
+        with self.path.open("rb") as file:
+            for offset in self._offsets:
+                yield self._read(file, offset)
+
+    def _read(self, file: BinaryIO, offset: int) -> Record:
+        file.seek(offset)
+        return self._make(parse_line(file.readline(), f"{self.path} byte {offset}"))
+
+
+def append_jsonl(path: Path, records: Iterable[Any]) -> list[int]:
+    """Append dataclasses in one write and wait until they are on the disk; the offset of each one's line.
+
+    A write that fails (full disk) leaves the file as it was.
+    """
+    lines = [
+        (json.dumps(asdict(record), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass") for record in records
+    ]
     path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("a", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
+    with path.open("ab") as file:
+        start = file.tell()
+        try:
+            file.write(b"".join(lines))
+            file.flush()
+            os.fsync(file.fileno())
+        except OSError:
+            os.truncate(path, start)
+            raise
+    return list(accumulate((len(line) for line in lines), initial=start))[:-1]
 
 
 def drop_torn_tail(path: Path) -> None:
@@ -83,15 +144,40 @@ def drop_torn_tail(path: Path) -> None:
     if not path.exists():
         return
     with path.open("rb+") as file:
-        content = file.read()
-        whole = content.rfind(b"\n") + 1
-        if whole < len(content):
+        end = whole = file.seek(0, os.SEEK_END)
+        while whole:
+            start = max(0, whole - 65536)
+            file.seek(start)
+            found = file.read(whole - start).rfind(b"\n") + 1
+            if found:
+                whole = start + found
+                break
+            whole = start
+        if whole < end:
             file.truncate(whole)
+
+
+def open_prompts(path: Path) -> JsonLines[Prompt]:
+    """The prompts of a file that `append_jsonl` wrote, left on the disk."""
+    return JsonLines(path, lambda record: Prompt(**record))
+
+
+def open_rows(path: Path, split: Split | None = None) -> JsonLines[Row]:
+    """`read_rows`, but left on the disk."""
+    rows = JsonLines(path, row_of)
+    if not len(rows):
+        raise UserError(f"{path} holds no row; run medusa-train distill first")
+    return rows if split is None else rows.keep(lambda row: row.split == split)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
     """Every prompt of a file that `append_jsonl` wrote."""
     return [Prompt(**record) for record in _records(path)]
+
+
+def row_of(record: dict[str, Any]) -> Row:
+    """A row from its JSON."""
+    return Row(**(record | {"spans": [tuple(span) for span in record["spans"]]}))
 
 
 def read_rows(path: Path, split: Split | None = None) -> list[Row]:
@@ -102,7 +188,7 @@ def read_rows(path: Path, split: Split | None = None) -> list[Row]:
     """
     rows = []
     for number, record in enumerate(_records(path), start=1):
-        row = Row(**(record | {"spans": [tuple(span) for span in record["spans"]]}))
+        row = row_of(record)
         if row.learnt_tokens < 1:
             raise UserError(f"{path} row {number} (id {row.id}) has no assistant token; remove it or distill again")
         rows.append(row)
@@ -122,13 +208,30 @@ def first_rows(rows: Sequence[Row], learnt_tokens: int) -> list[Row]:
 
 
 def _records(path: Path) -> Iterator[dict[str, Any]]:
+    return (parse_line(line, f"{path} line {number}") for number, (_, line) in enumerate(whole_lines(path), start=1))
+
+
+def parse_line(line: bytes, where: str) -> dict[str, Any]:
+    """The record of a line.
+
+    Raises:
+        UserError: it is not JSON.
+    """
+    try:
+        record: dict[str, Any] = json.loads(line)
+    except ValueError as error:
+        raise UserError(f"{where} is not JSON ({error}); remove the line") from error
+    return record
+
+
+def whole_lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Lines of a file with their offsets, without one that a kill left unfinished; none if there is no file."""
     if not path.exists():
         return
-    with path.open("rb") as file:  # a kill may cut a line in the middle of a character
-        for number, line in enumerate(file, start=1):
-            try:
-                yield json.loads(line)
-            except ValueError as error:
-                if not line.endswith(b"\n"):
-                    return  # torn by a kill; see drop_torn_tail
-                raise UserError(f"{path} line {number} is not JSON ({error}); remove the line") from error
+    with path.open("rb") as file:
+        offset = 0
+        for line in file:
+            if not line.endswith(b"\n"):
+                return
+            yield offset, line
+            offset += len(line)

@@ -277,6 +277,42 @@ def resolve_source(source: str) -> tuple[str, str | None]:
     return source, None
 
 
+@dataclass(frozen=True)
+class Limits:
+    """What a backbone's config says about its texts, without its weights.
+
+    Attributes:
+        max_positions: longest text, or None if the config does not say.
+        vocab_size: ids are below this.
+        eos_token_ids: every id that ends a generation.
+    """
+
+    max_positions: int | None
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+
+def read_limits(source: str, trust_remote_code: bool = False) -> Limits:
+    """The limits of a backbone (same sources as `load_backbone`).
+
+    Raises:
+        UserError: there is no config.
+    """
+    location, gguf_file = resolve_source(source)
+    options: dict[str, Any] = {"gguf_file": gguf_file} if gguf_file else {}
+    try:
+        config = AutoConfig.from_pretrained(location, trust_remote_code=trust_remote_code, **options).get_text_config()
+    except (OSError, ValueError) as error:
+        raise UserError(_load_failure(source, "config", error)) from error
+    try:
+        eos = GenerationConfig.from_pretrained(location).eos_token_id
+    except OSError:  # GGUF files bring none
+        eos = None
+    eos = config.eos_token_id if eos is None else eos
+    ends = () if eos is None else (eos,) if isinstance(eos, int) else tuple(eos)
+    return Limits(getattr(config, "max_position_embeddings", None), config.vocab_size, ends)
+
+
 def load_tokenizer(source: str) -> PreTrainedTokenizerBase:
     """The tokenizer that comes with a backbone (same sources as `load_backbone`)."""
     location, gguf_file = resolve_source(source)

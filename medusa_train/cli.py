@@ -79,6 +79,7 @@ def _run(
     seed: int | None,
     overwrite: bool,
     plan: bool,
+    retry_failed: bool = False,
 ) -> Path | None:
     """Run stages of a recipe; the run's folder, or None if the recipe was only printed."""
     resolved = _load(recipe, overrides, out, seed)
@@ -90,7 +91,7 @@ def _run(
     from medusa_train.job import Job
     from medusa_train.stages import run_stages
 
-    job = Job(resolved)
+    job = Job(resolved, retry_failed)
     with job.folder.locked():
         run_stages(job, stages, overwrite)
     return job.folder.path
@@ -109,9 +110,10 @@ def prompts(
 def distill(
     recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None, seed: SeedOption = None,
     overwrite: OverwriteOption = False, plan: PlanOption = False,
+    retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask prompts again that failed before.")] = False,
 ) -> None:  # fmt: skip
     """Let the backbone answer the prompts (and write them first, if they are missing)."""
-    _run(["prompts", "distill"], recipe, overrides, out, seed, overwrite, plan)
+    _run(["prompts", "distill"], recipe, overrides, out, seed, overwrite, plan, retry_failed)
 
 
 @app.command()

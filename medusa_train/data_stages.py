@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import shutil
+from collections import Counter
+from pathlib import Path
 from typing import Any
 
-from medusa_train.data.distill import distill, take_conversations
+from accelerate import PartialState
+
+from medusa_train.data.asking import Asking
+from medusa_train.data.distill import Backend, distill, failures, take_conversations
 from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
+from medusa_train.data.journal import ROWS
 from medusa_train.data.prompts import load_prompts, synthesize_prompts
-from medusa_train.data.rows import SPLITS, append_jsonl, read_prompts, read_rows
+from medusa_train.data.rows import SPLITS, append_jsonl, open_prompts, open_rows, read_prompts
+from medusa_train.data.transformers_backend import answer_here
+from medusa_train.inference.backbone import Limits, read_limits
+from medusa_train.inference.errors import UserError
 from medusa_train.job import Job
+from medusa_train.run_folder import RunFolder
 
 ROWS_PER_SHARD = 64
 
@@ -35,28 +45,80 @@ def run_prompts(job: Job) -> dict[str, Any]:
 
 def run_distill(job: Job) -> dict[str, Any]:
     """Write ``distill/rows.jsonl``, and ``distill/states/`` for the cache, which online training hardly has."""
-    data, folder = job.recipe.data, job.folder
-    stage = folder.begin("distill")
-    path = stage / "rows.jsonl"
+    data, folder, state = job.recipe.data, job.folder, PartialState()
+    stage = folder.stage("distill")
+    if state.is_main_process:
+        folder.begin("distill")
+    state.wait_for_everyone()
+    path = stage / ROWS
     if data.conversations:
-        take_conversations(
-            job.tokenizer, data.conversations, data.prompts_split, path, data.max_length,
-            data.calibration_share, data.heldout_share,
-        )  # fmt: skip
+        if state.is_main_process:
+            take_conversations(
+                job.tokenizer, data.conversations, data.prompts_split, path, data.max_length,
+                data.calibration_share, data.heldout_share,
+            )  # fmt: skip
+        state.wait_for_everyone()
     else:
-        tokenizer = job.tokenizer
-        states = stage / "states" if job.recipe.training.mode == "cached" else None
-        distill(
-            job.backbone, tokenizer, read_prompts(folder.stage("prompts") / "prompts.jsonl"), path,
-            states, data.answer_tokens, data.max_new_tokens, data.batch_size,
-            data.calibration_share, data.heldout_share,
+        limits = read_limits(job.recipe.backbone.source, job.recipe.backbone.trust_remote_code)
+        asking = Asking(
+            job.tokenizer, open_prompts(folder.stage("prompts") / "prompts.jsonl"), data.max_new_tokens,
+            limits.max_positions, data.answer_tokens, data.calibration_share, data.heldout_share, data.temperatures,
+            job.recipe.seed,
         )  # fmt: skip
-    rows = read_rows(path)
+        distill(asking, stage, _backend(job, limits), job.retry_failed)
+    return _count_rows(stage)
+
+
+def reopen_distillation(folder: RunFolder, overwrite: bool) -> None:
+    """Let a finished distill stage ask those prompts again that failed.
+
+    Raises:
+        UserError: later stages were made of the rows as they are, and ``overwrite`` does not let them go.
+    """
+    stage = folder.stage("distill")
+    if not folder.done("distill") or not failures(stage):
+        return
+    made = [name for name in ("cache", "train", "tree", "eval") if folder.stage(name).exists()]
+    if made and not overwrite:
+        raise UserError(
+            f"{folder.stage(made[0])} was made of the rows without those that failed; use --overwrite to make it and "
+            "what follows anew"
+        )
+    folder.remove_from("cache")
+    (stage / "run.json").unlink()
+
+
+def _backend(job: Job, limits: Limits) -> Backend:
+    data = job.recipe.data
+    if data.backend == "transformers":
+        states = job.folder.stage("distill") / "states" if job.recipe.training.mode == "cached" else None
+        return answer_here(job.backbone, data.batch_size, states)
+    if PartialState().num_processes > 1:
+        raise UserError(
+            "data.backend=openai asks its servers from one process; run medusa-train distill without a launch"
+        )
+    from medusa_train.data.openai_backend import Servers, answer_by_servers
+
+    section = data.server
+    servers = Servers(
+        section.urls, section.model or job.recipe.backbone.source, section.api, section.concurrency, section.timeout,
+        section.retries, data.drop_mismatched,
+    )  # fmt: skip
+    return answer_by_servers(servers, limits)
+
+
+def _count_rows(stage: Path) -> dict[str, Any]:
+    rows, tokens, cut, splits = 0, 0, 0, Counter[str]()
+    for row in open_rows(stage / ROWS):
+        rows, tokens, cut = rows + 1, tokens + row.learnt_tokens, cut + (row.finish_reason == "length")
+        splits[row.split] += 1
+    failed = failures(stage).total()
     return {
-        "rows": len(rows),
-        "answer_tokens": sum(row.learnt_tokens for row in rows),
-        "cut_by_length": sum(row.finish_reason == "length" for row in rows),
-        **{f"{split}_rows": sum(row.split == split for row in rows) for split in SPLITS},
+        "rows": rows,
+        "answer_tokens": tokens,
+        "cut_by_length": cut,
+        **({"failed": failed} if failed else {}),
+        **{f"{split}_rows": splits[split] for split in SPLITS},
     }
 
 

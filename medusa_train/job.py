@@ -24,10 +24,13 @@ class Job:
 
     With ``lora`` there are two of them, one in memory at a time: ``backbone`` writes the data and is trained;
     ``decoding_backbone``, with the trained adapter merged, is what trees and reports are made for.
+
+    Attributes:
+        retry_failed: distillation asks prompts again that failed before.
     """
 
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
+    def __init__(self, recipe: Recipe, retry_failed: bool = False) -> None:
+        self.recipe, self.retry_failed = recipe, retry_failed
         self.folder = RunFolder(recipe)
 
     @cached_property

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from medusa_train.data.distill import answer_again
 from medusa_train.data.hidden_states import KeptStates, write_cache
 from medusa_train.data.rows import SPLITS
+from medusa_train.data.transformers_backend import answer_again
 from medusa_train.data_stages import ROWS_PER_SHARD
 from medusa_train.eval.acceptance import token_ranks
 from medusa_train.eval.calibration import fit_temperatures

@@ -10,7 +10,8 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal, get_args
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -54,6 +55,34 @@ class HeadsSection(_Section):
     """Heads draft only the most frequent answer tokens; 0 for the whole vocabulary."""
 
 
+class ServerSection(_Section):
+    """Where answers come from with data.backend: openai. A key is taken from the environment, MEDUSA_API_KEY."""
+
+    urls: list[str] = []
+    """Base URLs, such as http://gpu1:8000/v1; all serve the same model."""
+    model: str | None = None
+    """The name they serve it under; null: backbone.source."""
+    api: Literal["completions", "chat"] = "completions"
+    """completions: token ids are sent (vLLM, SGLang); chat: messages, for servers that take no ids (TGI, Ollama)."""
+    concurrency: int = Field(64, ge=1)
+    """Requests at a time, over all servers."""
+    timeout: float = Field(600, gt=0)
+    """Seconds until a request is given up."""
+    retries: int = Field(6, ge=0)
+    """How often a prompt is asked again, elsewhere if there is an elsewhere."""
+
+    @field_validator("urls")
+    @classmethod
+    def _hold_no_secret(cls, urls: list[str]) -> list[str]:
+        for url in urls:
+            parts = urlsplit(url)
+            if parts.scheme not in ("http", "https") or not parts.hostname:
+                raise UserError("data.server.urls: a base URL begins with http:// or https:// and names a host")
+            if parts.username or parts.password or parts.query:
+                raise UserError("data.server.urls are stored, so they carry no key; set MEDUSA_API_KEY")
+        return urls
+
+
 class DataSection(_Section):
     """Where the text comes from."""
 
@@ -71,6 +100,13 @@ class DataSection(_Section):
     """Synthesized prompts are drawn from the k likeliest tokens; 0 for all."""
     conversations: str | None = None
     """Finished conversations to learn from instead of distilling: a file or Hub dataset."""
+    backend: Literal["transformers", "openai"] = "transformers"
+    """Who answers: the backbone in this process, or servers (data.server)."""
+    server: ServerSection = ServerSection()
+    temperatures: list[Annotated[float, Field(ge=0)]] = Field([0.0], min_length=1)
+    """Each prompt's answer is drawn at one of these, by its hash; 0 is greedy."""
+    drop_mismatched: bool = True
+    """Leave out answers whose text had to be tokenized again and may have got other tokens than the model wrote."""
     answer_tokens: int | None = Field(None, ge=1)
     """Stop distilling after this many answer tokens; null answers every prompt."""
     max_new_tokens: int = Field(512, ge=1)
@@ -85,6 +121,12 @@ class DataSection(_Section):
     """Share of prompts, by hash, that chooses the tree."""
     heldout_share: float = Field(0.08, gt=0, lt=0.5)
     """Share of prompts, by hash, that only evaluation sees."""
+
+    @model_validator(mode="after")
+    def _servers_are_named(self) -> DataSection:
+        if self.backend == "openai" and not self.server.urls:
+            raise UserError("data.backend=openai needs data.server.urls, such as [http://127.0.0.1:8000/v1]")
+        return self
 
 
 class TrainingSection(_Section):

@@ -35,7 +35,8 @@ _PROMPT_KEYS = (
 )  # fmt: skip
 _DISTILL_KEYS = (
     *_PROMPT_KEYS, "data.answer_tokens", "data.max_new_tokens", "data.max_length", "data.calibration_share",
-    "data.heldout_share",
+    "data.heldout_share", "data.backend", "data.server.model", "data.server.api", "data.temperatures",
+    "data.drop_mismatched",
 )  # fmt: skip
 _TRAIN_KEYS = (*_DISTILL_KEYS, "heads", "training", "lora")
 _TREE_KEYS = (*_TRAIN_KEYS, "inference")

@@ -13,7 +13,7 @@ from typing import Any
 from accelerate import PartialState
 from tqdm import tqdm
 
-from medusa_train.data_stages import run_cache, run_distill, run_prompts
+from medusa_train.data_stages import reopen_distillation, run_cache, run_distill, run_prompts
 from medusa_train.job import Job
 from medusa_train.measure_stages import run_eval, run_tree
 from medusa_train.train_stage import run_train
@@ -49,6 +49,8 @@ def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
     with state.main_process_first():
         if state.is_main_process:
             folder.check(order[: order.index(names[-1]) + 1], overwrite)
+            if job.retry_failed:
+                reopen_distillation(folder, overwrite)
     if "train" in names:
         check_tracker(job.recipe.training.report_to)
     for name in names:

@@ -9,15 +9,19 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from medusa_train.data import distill as distill_module
 from medusa_train.data import hidden_states as hidden_states_module
+from medusa_train.data import journal as journal_module
+from medusa_train.data import progress as progress_module
 from medusa_train.data import prompts as prompts_module
+from medusa_train.data import transformers_backend as backend_module
+from medusa_train.data.asking import Asking
 from medusa_train.data.chat import load_chat_tokenizer, render_prompt
 from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.distill import distill, take_conversations
 from medusa_train.data.hidden_states import KeptStates, hidden_states_of, keep_states, read_cache, write_cache
 from medusa_train.data.prompts import normalized, synthesize_prompts
 from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
+from medusa_train.data.transformers_backend import answer_here
 from medusa_train.inference import UserError, load_backbone
 from medusa_train.recipe import DataSection
 
@@ -44,10 +48,12 @@ def tokenizer(tiny_chat_folder):
     return load_chat_tokenizer(str(tiny_chat_folder))
 
 
-def run_distill(backbone, tokenizer, path, prompts=PROMPTS, answer_tokens=None, max_new_tokens=8):
-    states = path.with_suffix(".states")
-    distill(backbone, tokenizer, prompts, path, states, answer_tokens, max_new_tokens, batch_size=4, **SHARES)
-    return read_rows(path)
+def run_distill(backbone, tokenizer, path, prompts=PROMPTS, answer_tokens=None, max_new_tokens=8, **asking):
+    """Rows of a folder of their own, ``path`` without its ending; states beside it."""
+    folder = path.with_suffix("")
+    asked = Asking(tokenizer, prompts, max_new_tokens, backbone.max_positions, answer_tokens, **SHARES, **asking)
+    distill(asked, folder, answer_here(backbone, 4, path.with_suffix(".states")))
+    return read_rows(folder / "rows.jsonl")
 
 
 def run_cache(backbone, rows, folder, batch_tokens=1000, rows_per_shard=2, states="none"):
@@ -175,7 +181,7 @@ def test_a_kill_while_a_shard_is_written_leaves_none_behind(backbone, tmp_path, 
 def test_distilling_keeps_the_states_that_reading_the_rows_would_give(backbone, tokenizer, tmp_path, monkeypatch):
     kept = {}
     monkeypatch.setattr(
-        distill_module,
+        backend_module,
         "keep_states",
         lambda path, rows, states: kept.update(zip([r.id for r in rows], states, strict=True)),
     )
@@ -207,10 +213,13 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the code under test may catch it."""
 
 
-def test_every_batch_tells_what_is_done_and_how_long_the_rest_takes(backbone, tokenizer, tmp_path, capsys):
+def test_every_answer_moves_a_line_that_says_how_long_the_rest_takes(
+    backbone, tokenizer, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(progress_module, "LOG_SECONDS", 0)
     rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
     lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
-    assert [line.split()[1] for line in lines] == ["4", "8", "12", "14"]
+    assert [line.split()[1] for line in lines] == [str(count) for count in (*range(1, 15), 14)]
     assert f" of 14 prompts, {sum(row.learnt_tokens for row in rows)} answer tokens, " in lines[-1]
     assert lines[-1].endswith(" 0.0 minutes left")
     run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
@@ -220,15 +229,12 @@ def test_every_batch_tells_what_is_done_and_how_long_the_rest_takes(backbone, to
 @pytest.mark.parametrize("batch", [0, 1, 3])
 @pytest.mark.parametrize("where", ["before the states", "before the rows", "within a row", "behind a row"])
 def test_rows_and_states_stay_in_step_after_a_kill(backbone, tokenizer, tmp_path, monkeypatch, batch, where):
-    path = tmp_path / "rows.jsonl"
-    unbroken = run_distill(backbone, tokenizer, path)
-    run_cache(backbone, unbroken, tmp_path / "unbroken", states="rows.states")
-    lines = path.read_bytes().splitlines(keepends=True)
-    path.unlink()
-    for file in path.with_suffix(".states").iterdir():
-        file.unlink()
-
-    original, calls = distill_module.append_jsonl, iter(range(batch))
+    whole, path = tmp_path / "whole.jsonl", tmp_path / "rows.jsonl"
+    unbroken = run_distill(backbone, tokenizer, whole)
+    run_cache(backbone, unbroken, tmp_path / "unbroken", states="whole.states")
+    lines = (tmp_path / "whole" / "rows.jsonl").read_bytes().splitlines(keepends=True)
+    module, name = (backend_module, "keep_states") if where == "before the states" else (journal_module, "append_jsonl")
+    original, calls = getattr(module, name), iter(range(batch))
 
     def killed(*arguments):
         if next(calls, None) is None:
@@ -236,19 +242,16 @@ def test_rows_and_states_stay_in_step_after_a_kill(backbone, tokenizer, tmp_path
         return original(*arguments)
 
     with monkeypatch.context() as patched:
-        name = "keep_states" if where == "before the states" else "append_jsonl"
-        original = getattr(distill_module, name)
-        patched.setattr(distill_module, name, killed)
+        patched.setattr(module, name, killed)
         with pytest.raises(Killed):
             run_distill(backbone, tokenizer, path)
-    if where == "within a row":
-        with path.open("ab") as file:
-            file.write(lines[4 * batch][:30])
-    if where == "behind a row":
-        with path.open("ab") as file:
-            file.write(lines[4 * batch])
+    appended = tmp_path / "rows" / "appended" / "rank-00000.jsonl"
+    assert (appended.read_bytes() if batch else b"") == b"".join(lines[: 4 * batch])
+    appended.parent.mkdir(parents=True, exist_ok=True)
+    with appended.open("ab") as file:
+        file.write({"within a row": lines[4 * batch][:30], "behind a row": lines[4 * batch]}.get(where, b""))
     assert run_distill(backbone, tokenizer, path) == unbroken
-    assert path.read_bytes() == b"".join(lines)
+    assert (tmp_path / "rows" / "rows.jsonl").read_bytes() == b"".join(lines)
     monkeypatch.setattr(hidden_states_module, "hidden_states_of", None)  # no row without states
     run_cache(backbone, unbroken, tmp_path / "resumed", states="rows.states")
     assert shard_bytes(tmp_path / "resumed") == shard_bytes(tmp_path / "unbroken")
@@ -289,29 +292,32 @@ def test_answers_are_the_models_own_greedy_tokens(backbone, tokenizer, tmp_path)
 # Where the file ends after the kill: in which row, and after what share of its line (newline excluded).
 @pytest.mark.parametrize(("whole_rows", "share"), [(0, 0.5), (4, 0.01), (5, 0.5), (6, 0.0), (6, 1.0), (13, 0.9)])
 def test_distilling_on_after_a_kill_gives_the_rows_of_an_unbroken_run(backbone, tokenizer, tmp_path, whole_rows, share):
-    path = tmp_path / "rows.jsonl"
-    unbroken = run_distill(backbone, tokenizer, path)
+    unbroken = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
+    path = tmp_path / "rows" / "rows.jsonl"
     lines = path.read_bytes().splitlines(keepends=True)
     torn = lines[whole_rows][: int(share * (len(lines[whole_rows]) - 1))]
-    path.write_bytes(b"".join(lines[:whole_rows]) + torn)
-    assert run_distill(backbone, tokenizer, path) == unbroken
-    assert path.read_bytes() == b"".join(lines)
+    killed = tmp_path / "killed" / "appended" / "rank-00000.jsonl"
+    killed.parent.mkdir(parents=True)
+    killed.write_bytes(b"".join(lines[:whole_rows]) + torn)
+    assert run_distill(backbone, tokenizer, tmp_path / "killed.jsonl") == unbroken
+    assert (tmp_path / "killed" / "rows.jsonl").read_bytes() == path.read_bytes()
+    assert sorted(file.name for file in killed.parents[1].iterdir()) == ["rows.jsonl"]
 
 
 @pytest.mark.parametrize("whole_rows", range(1, 13))
 def test_a_token_budget_is_met_by_the_same_rows_after_a_kill(backbone, tokenizer, tmp_path, whole_rows):
-    path = tmp_path / "rows.jsonl"
-    unbroken = run_distill(backbone, tokenizer, path, answer_tokens=45)
+    unbroken = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl", answer_tokens=45)
+    path = tmp_path / "rows" / "rows.jsonl"
     assert len(unbroken) == 12 < len(PROMPTS)
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join(lines[:whole_rows]))
-    assert run_distill(backbone, tokenizer, path, answer_tokens=45) == unbroken
+    assert run_distill(backbone, tokenizer, tmp_path / "rows.jsonl", answer_tokens=45) == unbroken
 
 
 def test_a_finished_run_generates_nothing_again(backbone, tokenizer, tmp_path, monkeypatch):
     path = tmp_path / "rows.jsonl"
     unbroken = run_distill(backbone, tokenizer, path)
-    monkeypatch.setattr(distill_module, "generate_batch", None)
+    monkeypatch.setattr(backend_module, "generate_batch", None)
     assert run_distill(backbone, tokenizer, path) == unbroken
 
 

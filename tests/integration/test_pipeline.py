@@ -9,8 +9,8 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-import medusa_train.data.distill
 import medusa_train.data.hidden_states
+import medusa_train.data.transformers_backend
 from medusa_train.data.hidden_states import read_cache
 from medusa_train.eval.acceptance import replay, token_ranks
 from medusa_train.eval.tree_search import count_prefixes, expected_tokens
@@ -143,7 +143,7 @@ def interrupt(monkeypatch, module, name, calls):
 @pytest.mark.parametrize(
     ("module", "name", "calls"),
     [
-        (medusa_train.data.distill, "generate_batch", 2),
+        (medusa_train.data.transformers_backend, "generate_batch", 2),
         (medusa_train.data.hidden_states, "write_tensors", 1),
         (medusa_train.data.hidden_states, "write_tensors", 9),  # the second shard of the cache
         (torch.optim.AdamW, "step", 6),

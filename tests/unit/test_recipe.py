@@ -215,3 +215,18 @@ def test_every_schedule_is_one_of_transformers():
     assert (
         set(get_args(Recipe.model_fields["training"].annotation.model_fields["lr_scheduler_type"].annotation)) <= names
     )
+
+
+@pytest.mark.parametrize(
+    ("server", "told"),
+    [
+        ("{}", "data.backend=openai needs data.server.urls"),
+        ("{urls: [gpu1:8000/v1]}", "begins with http:// or https://"),
+        ("{urls: ['http://me:secret@gpu1:8000/v1']}", "carry no key; set MEDUSA_API_KEY"),
+        ("{urls: ['http://gpu1:8000/v1?key=secret']}", "carry no key; set MEDUSA_API_KEY"),
+    ],
+)
+def test_servers_are_named_and_hold_no_secret(minimal, server, told):
+    message = message_of(minimal, "data.backend=openai", f"data.server={server}").lower()
+    assert told.lower() in message
+    assert "secret" not in message

@@ -23,6 +23,7 @@ CHANGES = [
 ]
 # How the work is done, not what comes out of it.
 HARMLESS = {"output_dir", "backbone.device", "backbone.trust_remote_code", "data.cache_batch_tokens"}
+HARMLESS |= {f"data.server.{field}" for field in ("urls", "concurrency", "timeout", "retries")}
 
 
 def run_folder(path, key=None, value=None):
@@ -85,10 +86,12 @@ def test_overwrite_leaves_a_run_of_the_same_recipe_alone(finished):
 
 
 def test_every_key_of_the_recipe_makes_a_stage_stale_or_is_known_to_be_harmless():
-    whole = Recipe(output_dir="", backbone={"source": ""}).model_dump()
-    keys = set()
-    for section, value in whole.items():
-        keys |= {f"{section}.{field}" for field in value} if isinstance(value, dict) else {section}
+    def keys_of(value, prefix):
+        if not isinstance(value, dict):
+            return {prefix}
+        return {key for name, field in value.items() for key in keys_of(field, f"{prefix}.{name}" if prefix else name)}
+
+    keys = keys_of(Recipe(output_dir="", backbone={"source": ""}).model_dump(), "")
     depended_on = {key for stage_keys in STAGE_KEYS.values() for key in stage_keys}
     covered = {key for key in keys if key in depended_on or key.partition(".")[0] in depended_on}
     assert keys - covered == HARMLESS
