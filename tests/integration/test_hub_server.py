@@ -1,5 +1,7 @@
 """The Hub of the tests speaks to the real client; what is published and loaded through it means something."""
 
+from pathlib import Path
+
 import pytest
 from hub_server import Fault, HubServer, pointed_at
 from huggingface_hub import CommitOperationAdd, HfApi, hf_hub_download, snapshot_download
@@ -23,10 +25,10 @@ def test_files_come_back_as_they_were(hub, kind):
     files = {"a.txt": b"small", "w.safetensors": b"large" * 1000}
     first = commit(files, repo_type=kind)
     commit({"a.txt": b"changed"}, repo_type=kind)
-    folder = snapshot_download("ann/cats", repo_type=kind)
-    assert open(f"{folder}/w.safetensors", "rb").read() == files["w.safetensors"]
+    folder = Path(snapshot_download("ann/cats", repo_type=kind))
+    assert (folder / "w.safetensors").read_bytes() == files["w.safetensors"]
     old = hf_hub_download("ann/cats", "a.txt", repo_type=kind, revision=first.oid)
-    assert open(old, "rb").read() == b"small"
+    assert Path(old).read_bytes() == b"small"
     assert hub.repos[kind, "ann/cats"].messages == ["words", "words"]
 
 
