@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
 
 CHUNK = 256  # positions whose logits exist at once
+# How far Medusa-2 may move a backbone that still goes by its name.
+MAX_KL = 0.1  # nats per token
+MAX_PERPLEXITY_DRIFT = 0.05
 
 
 @torch.inference_mode()
@@ -47,6 +51,22 @@ def measure_drift(
         "adapted_perplexity": math.exp(adapted_loss / tokens),
         "perplexity_drift": math.expm1((adapted_loss - base_loss) / tokens),
     }
+
+
+def beyond_limits(result: Mapping[str, Any]) -> str | None:
+    """In what way an adapted backbone, by `measure_drift`, is no longer the one it was; None if it still is.
+
+    A frozen backbone has no such figures and is what it was.
+    """
+    if "kl_to_base" not in result:
+        return None
+    # Written so that NaN is beyond any limit.
+    if not result["kl_to_base"] <= MAX_KL:
+        return f"the adapted backbone is {result['kl_to_base']:.2g} nats per token from the original, over {MAX_KL}"
+    if not result["perplexity_drift"] <= MAX_PERPLEXITY_DRIFT:
+        drift = result["perplexity_drift"]
+        return f"the adapted backbone's perplexity is {drift:.1%} above the original's, over {MAX_PERPLEXITY_DRIFT:.0%}"
+    return None
 
 
 def _log_probabilities(backbone: Backbone, hidden: Tensor) -> Tensor:

@@ -33,6 +33,7 @@ WEIGHTS = "medusa_lm_head.safetensors"
 CONFIG = "config.json"
 TREE = "tree.json"
 ADAPTER = "adapter"
+MOST_TOKENS = 1 << 24  # a config that asks for more would only fill the memory
 _LAYOUTS = {"own": "projections of their own", "shared": "the backbone's projection"}
 
 
@@ -109,14 +110,18 @@ def save_tree(folder: str | Path, tree: Tree, calibration: Calibration | None = 
     write_json(Path(folder) / TREE, tree.to_json() | adaptive)
 
 
-def load_heads(source: str | Path) -> Checkpoint:
-    """Load a checkpoint from a folder or a Hub repository.
+def load_heads(source: str | Path, revision: str | None = None) -> Checkpoint:
+    """Load a checkpoint from a folder or a Hub repository; nothing but tensors and JSON is read, and no code is run.
+
+    Args:
+        revision: branch, tag or commit of the repository.
 
     Raises:
         UserError: a file is missing or damaged; the config and the tensors disagree; a tensor is missing, extra,
             empty or of another shape (named).
     """
-    folder = local_folder(source, [WEIGHTS, "*.json", f"{ADAPTER}/*.safetensors"])
+    adapter = [f"{ADAPTER}/adapter_config.json", f"{ADAPTER}/adapter_model.safetensors"]
+    folder = local_folder(source, [WEIGHTS, CONFIG, TREE, *adapter], revision)
     config, content = _read_config(folder)
     try:
         tensors = load_file(folder / WEIGHTS)
@@ -135,13 +140,12 @@ def load_heads(source: str | Path) -> Checkpoint:
     )
     tree = Tree.load(folder / TREE) if (folder / TREE).exists() else None
     calibration = _read_calibration(folder / TREE) if tree else None
-    probe = content.get("backbone_probe")
     return Checkpoint(
         heads=heads.eval().requires_grad_(False),
         tree=tree,
         calibration=calibration,
         backbone_source=str(content.get("base_model_name_or_path") or ""),
-        probe=tuple(map(float, probe)) if probe else None,
+        probe=_read_probe(content, folder),
         adapter=folder / ADAPTER if content.get("adapter") else None,
     )
 
@@ -159,24 +163,26 @@ def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def local_folder(source: str | Path, patterns: Sequence[str]) -> Path:
-    """A folder as it is, or a Hub repository's files of these patterns, downloaded.
+def local_folder(source: str | Path, patterns: Sequence[str], revision: str | None = None) -> Path:
+    """A folder as it is, or a Hub repository's files of these patterns, downloaded or from the client's cache.
 
     Raises:
         UserError: neither exists, or the Hub cannot be reached.
     """
     folder = Path(source).expanduser()
     if folder.is_dir():
+        if revision:
+            raise UserError(f"heads {source} is a folder, which has no revision {revision}; leave it out")
         return folder
     name = str(source)
     if name.startswith((".", "/", "~")) or name.count("/") != 1:
         raise UserError(f"heads {name}: no such folder")
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub import errors, snapshot_download
 
+    failures = (errors.HTTPError, errors.HFValidationError, OSError)  # type: ignore[attr-defined]
     try:
-        return Path(snapshot_download(name, allow_patterns=list(patterns)))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
+    except failures as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"heads {name}: no such folder, and not to be had from the Hub ({reason})") from error
 
@@ -189,6 +195,13 @@ def _read_calibration(path: Path) -> Calibration | None:
         raise UserError(f"{path}: its part 'adaptive' is damaged ({error!r}); run medusa-train tree again") from error
 
 
+def _read_probe(content: dict[str, Any], folder: Path) -> tuple[float, ...] | None:
+    try:
+        return tuple(map(float, content.get("backbone_probe") or ())) or None
+    except (TypeError, ValueError) as error:
+        raise UserError(f"{folder / CONFIG}: backbone_probe must be a list of numbers") from error
+
+
 def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
     path = folder / CONFIG
     try:
@@ -197,6 +210,8 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
         raise UserError(f"{folder}: no {CONFIG}; name a folder that medusa-train wrote") from error
     except json.JSONDecodeError as error:
         raise UserError(f"{path} is not JSON ({error})") from error
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: expected an object of keys")
     needed = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
     if missing := [key for key in needed if not isinstance(content.get(key), int)]:
         raise UserError(f"{path}: {missing[0]} is missing or not a whole number")
@@ -204,7 +219,9 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
     kind = content.get("model_type", "medusa")  # heads written elsewhere may not say
     if kind not in get_args(HeadsKind):
         raise UserError(f"{path}: model_type {kind!r}; heads are {' or '.join(get_args(HeadsKind))}")
-    draft_vocab_size = int(content.get("draft_vocab_size", 0))
+    draft_vocab_size = content.get("draft_vocab_size", 0)
+    if not isinstance(draft_vocab_size, int) or vocab_size > MOST_TOKENS:
+        raise UserError(f"{path}: draft_vocab_size or vocab_size is no number of tokens")
     lm_head: Projection = "shared" if content.get("original_lm_head") else "own"
     return HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, draft_vocab_size, kind, lm_head), content
 

@@ -145,16 +145,22 @@ class MedusaModel:
         dtype: str = "auto",
         device: str = "auto",
         quantization: str | None = None,
+        revision: str | None = None,
     ) -> MedusaModel:
         """Load heads and, unless given, the backbone that their config names (arguments as of `load_backbone`).
 
         An adapter that the heads bring is added to a backbone that is loaded here. A model that is passed is used as
-        it is: it has to be adapted, or merged, already.
+        it is: it has to be adapted, or merged, already. No code that a repository brings is run; a backbone that needs
+        its own is passed loaded.
+
+        Args:
+            heads: folder, or repository on the Hub, which the client keeps in its cache.
+            revision: branch, tag or commit of that repository.
 
         Raises:
             UserError: either cannot be loaded, or the heads were trained on another backbone.
         """
-        checkpoint = load_heads(heads)
+        checkpoint = load_heads(heads, revision)
         if backbone is None and not checkpoint.backbone_source:
             raise UserError(f"{heads} does not name its backbone; pass backbone=...")
         if backbone is None or isinstance(backbone, str):

@@ -19,6 +19,8 @@ from torch import Tensor
 from medusa_train.inference.errors import UserError
 
 RankPath = tuple[int, ...]
+# A file may ask for anything; useful trees have tens of nodes and a few levels.
+MOST_NODES, MOST_LEVELS = 4096, 64
 
 
 @dataclass(frozen=True)
@@ -36,10 +38,12 @@ class Tree:
         """Build from rank paths in any order; duplicates are merged and missing prefixes added.
 
         Raises:
-            UserError: a rank is negative or not a whole number.
+            UserError: a rank is negative or not a whole number, or the tree is absurdly large.
         """
         nodes: set[RankPath] = {()}
         for path in paths:
+            if len(path) > MOST_LEVELS or len(nodes) > MOST_NODES:
+                raise UserError(f"tree: it is over {MOST_LEVELS} levels deep or has over {MOST_NODES} nodes")
             if not all(isinstance(rank, int) and rank >= 0 for rank in path):
                 raise UserError(f"tree: path {list(path)} must hold whole numbers from 0 (ranks of a head's tokens)")
             nodes.update(tuple(path[:depth]) for depth in range(1, len(path) + 1))

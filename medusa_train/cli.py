@@ -313,6 +313,25 @@ def import_command(
     typer.echo(f"heads             {out}")
 
 
+@app.command("publish")
+def publish_command(
+    heads: Annotated[Path, typer.Argument(help="heads of a finished run.")],
+    repo: Annotated[str, typer.Argument(help="user/repository on the Hugging Face Hub.")],
+    backbone: Annotated[
+        str | None, typer.Option("--backbone", help="The backbone's repository, if the run used a copy of it.")
+    ] = None,
+    public: Annotated[bool, typer.Option("--public", help="For everybody to see; default: private.")] = False,
+    revision: Annotated[str, typer.Option("--revision", help="Branch, made if missing.")] = "main",
+    message: Annotated[str | None, typer.Option("--commit-message", help="Title of the commit.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show the files and the card, and stop.")] = False,
+) -> None:
+    """Publish heads with their card and figures; the token is HF_TOKEN or that of hf auth login."""
+    from medusa_train.publish import publish
+
+    for line in publish(heads, repo, backbone or "", public, revision, message or "", dry_run):
+        typer.echo(line)
+
+
 @app.command()
 def bench(
     heads: Annotated[str | None, typer.Argument(help="Folder or Hub repository of heads.")] = None,

@@ -27,12 +27,11 @@ from torch import Tensor
 
 from medusa_train.formats import PICKLED_WEIGHTS, new_folder
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.checkpoint import CONFIG, WEIGHTS, local_folder, save_heads
+from medusa_train.inference.checkpoint import CONFIG, MOST_TOKENS, WEIGHTS, local_folder, save_heads
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 
-MOST_TOKENS = 1 << 24  # a config that asks for more would only fill the memory
 _BASE = "base_model_name_or_path"
 _BLOCK = re.compile(r"(?:(\d{1,3})\.(\d{1,3})\.linear|blocks\.(\d{1,3})\.layers\.(\d{1,3}))\.(weight|bias)")
 _PROJECTION = re.compile(r"(?:(\d{1,3})\.(\d{1,3})|lm_heads\.(\d{1,3}))\.weight")

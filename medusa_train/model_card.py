@@ -1,44 +1,56 @@
-"""The model card that goes with a heads checkpoint."""
+"""The model card that goes with a heads checkpoint: every figure in it is one of its report."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
+from huggingface_hub import EvalResult, ModelCardData
+
 from medusa_train.inference.files import write_text
 
 _CARD = """\
----
-library_name: medusa-train
-tags: [medusa, speculative-decoding]
-{base_model}---
-
 # Medusa heads for {backbone}
 
-{num_heads} {kind} heads of {num_layers} residual layer(s), {vocabulary}; trained with medusa-train {version}.
-{promise}
+{num_heads} {kind} heads of {num_layers} residual layer(s), {vocabulary}: small drafters that read the last hidden \
+state of
+{backbone_link} and guess its next tokens; one pass of it verifies a tree of guesses.
+Trained {copy}with medusa-train {version}. {promise}
 
-| measured on {prompts} held-out prompts, batch 1, temperature 0, {dtype} | |
+## Measured
+
+{asked}, batch 1, temperature 0, up to {max_new_tokens} tokens each, {dtype}, on {machine}:
+
+| | |
 |---|---|
-| tokens per step (bonus token counted, plain decoding = 1) | {tokens_per_step:.2f} |
-| the same, replayed over {answers} held-out answers to their end | {replayed:.2f} |
-| decode speedup over transformers `generate` | {over_generate:.2f} |
-| decode speedup over one-token decoding in the same loop | {over_plain:.2f} |
-| tokens per verification pass | {tree_size} |
-| identical to plain greedy decoding | {identical:.0%} of prompts |
-| machine | {processor}, {threads} threads |
+{figures}
 
-Trained on {positions:,} positions of {rows} answers that the backbone wrote itself (prompts: {source}).
+Tokens per step: {tokens_per_step}.
+Speedup: {speedup}.
+{categories}
+## Training
+
+{data} Loss, optimizer and all other settings are in {recipe}.
+
+| heads | |
+|---|---|
+{training}
+
+## Use
 
 ```python
 from medusa_train.inference import MedusaModel
 
-model = MedusaModel.from_pretrained("this folder or repository")
+model = MedusaModel.from_pretrained("{where}")
 output = model.generate(input_ids, max_new_tokens=256)
 ```
-{note}"""
+{elsewhere}
+## Limits
 
-_FROZEN = "Greedy output with these heads is that of the backbone alone; the heads only make it faster."
+{limits}
+"""
+
+_FROZEN = "The backbone is as it was: greedy output with these heads is that of the backbone alone, in fewer passes."
 
 _ADAPTED = """\
 The backbone was trained along (Medusa-2): `adapter/` holds its LoRA adapter, which loading merges into the weights.
@@ -46,43 +58,213 @@ Greedy output with these heads is that of the adapted backbone, no longer that o
 the original, KL to it is {kl_to_base:.2g} nats per token; perplexity went from {base_perplexity:.3f} to \
 {adapted_perplexity:.3f}."""
 
-_REDUCED = """
-vLLM and TGI do not load a reduced draft vocabulary: `medusa-train export --pad-vocabulary` gives them the same drafts.
+_CUSTOM_GENERATE = """
+In plain transformers, without medusa-train; greedy, one prompt at a time; it runs `custom_generate/generate.py` of this
+repository:
+
+```python
+model.generate(input_ids, custom_generate="{where}", trust_remote_code=True, do_sample=False, max_new_tokens=256)
+```
+{adapter}"""
+
+_MERGE = """
+Give it the adapted model: `PeftModel.from_pretrained(model, "{where}", subfolder="adapter").merge_and_unload()`.
 """
 
-_HYDRA = "\nvLLM and TGI do not load hydra heads; for them, train with `heads.kind=medusa`.\n"
+_SERVERS = """
+In vLLM and Text Generation Inference, which draft a chain of each head's best token:
+
+```
+medusa-train export {where} heads-for-vllm --to vllm{pad}
+vllm serve {backbone} --speculative-config '{{"method": "medusa", "model": "heads-for-vllm", "num_speculative_tokens": \
+{num_heads}}}'
+
+medusa-train export {where} heads-for-tgi --to tgi{pad}
+text-generation-launcher --model-id heads-for-tgi
+```
+"""
+
+_MERGED_SERVERS = """
+vLLM and Text Generation Inference need the merged model (medusa-train's recipes/README.md, Medusa-2), named with
+`medusa-train export {where} heads-for-vllm --to vllm --backbone merged{pad}`.
+"""
+
+_HYDRA = "\nvLLM and Text Generation Inference do not load hydra heads.\n"
+
+_BASELINES = {"over_generate": "over transformers `generate`", "over_plain": "over one-token decoding in the same loop"}
 
 
 def write_model_card(folder: Path, report: dict[str, Any]) -> None:
     """Write ``README.md`` beside the heads, with the figures of their evaluation."""
-    setting, made = report["setting"], report["made"]
-    train = made["train"]
-    reduced = setting["draft_vocab_size"]
-    source = setting["backbone"]
-    is_hub_id = "://" not in source and not source.startswith((".", "/", "~")) and not source.endswith(".gguf")
-    card = _CARD.format(
-        base_model=f"base_model: {source}\n" if is_hub_id else "",
-        backbone=source,
+    write_text(folder / "README.md", model_card(report, str(folder)))
+
+
+def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | None = None) -> str:
+    """The card of one report.
+
+    Args:
+        where: the folder, or the repository on the Hub, that a reader loads.
+        licence: the backbone's, as its card states it, for heads that are published; None for a folder.
+    """
+    setting, made, train = report["setting"], report["made"], report["made"]["train"]
+    backbone, reduced = setting["backbone"], setting["draft_vocab_size"]
+    link = f"[{backbone}](https://huggingface.co/{backbone})"
+    adapted = "kl_to_base" in train["result"]
+    pad = " --pad-vocabulary" if reduced else ""
+    elsewhere = ""
+    if licence is not None:
+        adapter = _MERGE.format(where=where) if adapted else ""
+        elsewhere += _CUSTOM_GENERATE.format(where=where, adapter=adapter)
+    servers = _HYDRA if setting["kind"] == "hydra" else _MERGED_SERVERS if adapted else _SERVERS
+    elsewhere += servers.format(where=where, backbone=backbone, num_heads=setting["num_heads"], pad=pad)
+    body = _CARD.format(
+        backbone=backbone,
+        backbone_link=link if is_hub_id(backbone) else backbone,
+        copy=f"and measured on the copy {setting['backbone_copy']} of it, " if "backbone_copy" in setting else "",
         kind=setting["kind"],
         num_heads=setting["num_heads"],
         num_layers=setting["num_layers"],
         vocabulary=f"drafting the {reduced} most frequent tokens" if reduced else "drafting the whole vocabulary",
         version=train["environment"]["medusa_train"],
-        promise=_ADAPTED.format(**train["result"]) if "kl_to_base" in train["result"] else _FROZEN,
-        prompts=setting["prompts"],
+        promise=_ADAPTED.format(**train["result"]) if adapted else _FROZEN,
+        asked=_asked(setting),
+        max_new_tokens=setting["max_new_tokens"],
         dtype=setting["dtype"],
-        tokens_per_step=report["acceptance"]["tokens_per_step"] or float("nan"),
-        answers=report["replay"]["answers"],
-        replayed=report["replay"]["tokens_per_step"] or float("nan"),
-        over_generate=report["speedup"]["over_generate"]["median"],
-        over_plain=report["speedup"]["over_plain"]["median"],
-        tree_size=setting["tree_size"],
-        identical=report["losslessness"]["over_plain"]["identical_share"],
-        processor=train["environment"]["accelerator"] or train["environment"]["processor"],
-        threads=train["environment"]["threads"],
-        positions=train["result"]["positions"],
-        rows=made["distill"]["result"]["rows"],
-        source=made["prompts"]["result"]["source"],
-        note=_HYDRA if setting["kind"] == "hydra" else _REDUCED if reduced else "",
+        machine=_machine(train["environment"]),
+        figures="\n".join(f"| {name} | {value} |" for name, value in _figures(report)),
+        tokens_per_step=report["definitions"]["tokens_per_step"],
+        speedup=report["definitions"]["speedup"],
+        categories=_categories(report),
+        data=_data(made),
+        recipe="`run.json`" if licence is not None else "`train/run.json` of the run",
+        training="\n".join(f"| `{name}` | {value} |" for name, value in _settings(train["recipe"])),
+        where=where,
+        elsewhere=elsewhere,
+        limits="\n".join(f"- {limit}" for limit in _limits(report, link, licence)),
     )
-    write_text(folder / "README.md", card)
+    return f"---\n{_metadata(report, where, licence).to_yaml()}\n---\n\n{body}"
+
+
+def is_hub_id(source: str) -> bool:
+    """Whether a source of a backbone or of prompts is a repository on the Hub, and not on this machine."""
+    is_file = source.endswith((".gguf", ".json", ".jsonl", ".parquet", ".csv")) or Path(source).exists()
+    return source != "synthesize" and source.count("/") <= 1 and not source.startswith((".", "/", "~")) and not is_file
+
+
+def tokens_per_step(report: dict[str, Any]) -> float:
+    """NaN for prompts whose answers all end with their first token."""
+    return float(report["acceptance"]["tokens_per_step"] or float("nan"))
+
+
+def speedups(report: dict[str, Any]) -> dict[str, float]:
+    """Baseline -> the median decode speedup over it, for those that were measured."""
+    return {name: float(report["speedup"][name]["median"]) for name in _BASELINES if report["speedup"].get(name)}
+
+
+def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
+    setting, replay = report["setting"], report["replay"]["tokens_per_step"] or float("nan")
+    compared = {"plain": "plain greedy decoding", "generate": "`generate`"}
+    return [
+        ("tokens per step", f"{tokens_per_step(report):.2f}"),
+        (f"the same, replayed over {report['replay']['answers']} held-out answers to their end", f"{replay:.2f}"),
+        *((f"decode speedup {_BASELINES[name]}", f"{value:.2f}") for name, value in speedups(report).items()),
+        ("tokens per verification pass (tree)", str(setting["tree_size"])),
+        *(
+            (f"identical to {words}, token for token", f"{found['identical_share']:.0%} of prompts")
+            for name, words in compared.items()
+            if (found := report["losslessness"].get(f"over_{name}"))
+        ),
+    ]
+
+
+def _categories(report: dict[str, Any]) -> str:
+    rows = report.get("categories")
+    if not rows:
+        return ""
+    lines = ["", "| category | prompts | tokens per step | speedup over one-token decoding |", "|---|---|---|---|"]
+    for row in rows:
+        ours = row["arms"]["medusa"]
+        step, over = ours["tokens_per_step"], ours["over_plain"]
+        cells = (
+            row["category"],
+            row["prompts"],
+            f"{step:.2f}" if step else "–",
+            f"{over['median']:.2f}" if over else "–",
+        )
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return "\n".join([*lines, ""])
+
+
+def _asked(setting: dict[str, Any]) -> str:
+    return f"{setting['prompts']} prompts ({setting.get('asked', 'held-out prompts of the run')})"
+
+
+def _machine(environment: dict[str, Any]) -> str:
+    return str(environment["accelerator"] or f"{environment['processor']} ({environment['threads']} threads)")
+
+
+def _data(made: dict[str, Any]) -> str:
+    train, source = made["train"], made["prompts"]["result"]["source"]
+    positions, rows = train["result"]["positions"], made["distill"]["result"]["rows"]
+    if train["recipe"]["data"]["conversations"]:
+        return f"{positions:,} positions of {rows} given conversations ({source})."
+    by = "prompts that it wrote too" if source == "synthesize" else f"prompts of {source}"
+    return f"{positions:,} positions of {rows} answers that the backbone wrote itself ({by})."
+
+
+def _settings(recipe: dict[str, Any]) -> list[tuple[str, Any]]:
+    """What tells these heads from others of the same shape."""
+    training, lora = recipe["training"], recipe.get("lora")
+    names = ("learning_rate", "num_train_epochs", "per_device_train_batch_size", "soft_share", "loss_decay")
+    return [
+        *((f"training.{name}", training[name]) for name in names),
+        *((f"lora.{name}", lora[name]) for name in ("r", "alpha") if lora),
+    ]
+
+
+def _limits(report: dict[str, Any], link: str, licence: dict[str, str] | None) -> list[str]:
+    setting, terms = report["setting"], []
+    if licence is not None:
+        name = licence.get("license_name") or licence.get("license")
+        named = f" ({name}, {licence['license_link']})" if "license_link" in licence else f" ({name})" if name else ""
+        terms = [f"The backbone's licence{named} holds for heads made of it: see {link}."]
+    chain = "vLLM and TGI draft a chain, which gives fewer tokens per step than a tree."
+    return [
+        *terms,
+        f"For {setting['backbone']} alone; loading compares a fingerprint and refuses other models.",
+        "Speed was measured on one device at batch 1. Where a pass over a tree costs as much as its tokens one by one, "
+        "as on a busy server, heads gain nothing.",
+        "In bf16 and fp16, passes of different sizes round differently, and near-ties may fall the other way; "
+        "the share of identical outputs above is measured.",
+        *([chain] if setting["kind"] == "medusa" else []),
+        *report.get("warnings", []),
+    ]
+
+
+def _metadata(report: dict[str, Any], where: str, licence: dict[str, str] | None) -> ModelCardData:
+    setting, source = report["setting"], report["made"]["prompts"]["result"]["source"]
+    backbone = setting["backbone"] if is_hub_id(setting["backbone"]) else None
+    common: dict[str, Any] = {
+        "task_type": "text-generation",
+        "task_name": "Text generation, greedy",
+        "dataset_type": source if is_hub_id(source) else "held-out",
+        "dataset_name": _asked(setting),
+    }
+    results = [
+        EvalResult(**common, metric_type="tokens_per_step", metric_value=tokens_per_step(report),
+                   metric_name="Tokens per step"),
+        *(EvalResult(**common, metric_type=f"speedup_{name}", metric_value=value,
+                     metric_name=f"Decode speedup {_BASELINES[name]}") for name, value in speedups(report).items()),
+    ]  # fmt: skip
+    terms: dict[str, Any] = dict(licence or {})
+    return ModelCardData(
+        base_model=backbone,
+        base_model_relation="adapter" if backbone else None,
+        datasets=[source] if is_hub_id(source) else None,
+        library_name="medusa-train",
+        tags=["medusa", "speculative-decoding", *(["custom_generate"] if licence is not None else [])],
+        pipeline_tag="text-generation",
+        eval_results=results,
+        model_name=where.rpartition("/")[2],
+        **terms,
+    )

@@ -79,6 +79,7 @@ class HubServer:
         self.large: dict[str, bytes] = {}
         self.faults: list[Fault] = []
         self.requests: list[tuple[str, str]] = []
+        self.closed = False
         self._http = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._http.hub = self  # type: ignore[attr-defined]
         self.url = f"http://127.0.0.1:{self._http.server_port}"
@@ -91,6 +92,7 @@ class HubServer:
         self.close()
 
     def close(self) -> None:
+        self.closed = True  # connections that are kept open would be answered still
         self._http.shutdown()
         self._http.server_close()
 
@@ -148,6 +150,9 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_POST = do_PUT = do_GET
 
     def _answer(self) -> None:
+        if self.hub.closed:
+            self.close_connection = True
+            return None
         path = unquote(urlsplit(self.path).path)
         self.hub.requests.append((self.command, path))
         length = int(self.headers.get("Content-Length") or 0)
