@@ -22,12 +22,23 @@ from medusa_train.inference.stats import DecodeStats
 DrafterName = Literal["medusa", "adaptive", "medusa-lookup", "lookup", "plain"]
 
 
+def check_drafter(name: str) -> None:
+    """Refuse a name that no drafter has.
+
+    Raises:
+        UserError: the names that there are.
+    """
+    if name not in (names := get_args(DrafterName)):
+        raise UserError(f"no drafter {name!r}; there are {', '.join(names)}")
+
+
 def make_drafter(model: MedusaModel, name: str) -> Drafter:
     """A drafter by its name on the command line.
 
     Raises:
         UserError: no such drafter, or these heads cannot serve it.
     """
+    check_drafter(name)
     if name == "medusa":
         return model.drafter
     if name == "adaptive":
@@ -36,9 +47,7 @@ def make_drafter(model: MedusaModel, name: str) -> Drafter:
         return MedusaLookupDrafter(model.drafter, PromptLookupDrafter())
     if name == "lookup":
         return PromptLookupDrafter()
-    if name == "plain":
-        return NoDrafter()
-    raise UserError(f"no drafter {name!r}; there are {', '.join(get_args(DrafterName))}")
+    return NoDrafter()
 
 
 class Chat:
@@ -49,9 +58,15 @@ class Chat:
     """
 
     def __init__(
-        self, heads: str, backbone: str | None = None, drafter: str = "medusa", compiled: bool = False
+        self,
+        heads: str,
+        backbone: str | None = None,
+        drafter: str = "medusa",
+        compiled: bool = False,
+        revision: str | None = None,
     ) -> None:
-        model = MedusaModel.from_pretrained(heads, backbone)
+        check_drafter(drafter)  # before minutes of loading
+        model = MedusaModel.from_pretrained(heads, backbone, revision=revision)
         self.model = model.compiled() if compiled else model
         self.drafter = make_drafter(self.model, drafter)
         self.tokenizer = load_chat_tokenizer(self.model.backbone.source)

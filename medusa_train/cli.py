@@ -209,6 +209,7 @@ TokensOption = Annotated[int, typer.Option("--max-new-tokens", min=1)]
 TemperatureOption = Annotated[float, typer.Option("--temperature", min=0.0, help="0: greedy.")]
 DrafterOption = Annotated[str, typer.Option("--drafter", help="medusa, adaptive, medusa-lookup, lookup or plain.")]
 CompileOption = Annotated[bool, typer.Option("--compile", help="Compile the backbone's passes first.")]
+RevisionOption = Annotated[str | None, typer.Option("--revision", help="Branch, tag or commit of a Hub repository.")]
 ColorOption = Annotated[bool, typer.Option("--color", help="Colour the tokens that heads drafted.")]
 
 
@@ -217,6 +218,7 @@ def generate(
     heads: HeadsArgument,
     prompt: PromptOption,
     backbone: BackboneOption = None,
+    revision: RevisionOption = None,
     max_new_tokens: TokensOption = 256,
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -227,7 +229,7 @@ def generate(
     """Answer one prompt."""
     from medusa_train.chat import Chat
 
-    chat = Chat(heads, backbone, drafter, compile_steps)
+    chat = Chat(heads, backbone, drafter, compile_steps, revision)
     chat.answer([{"role": "user", "content": prompt}], max_new_tokens, temperature, seed, color)
 
 
@@ -235,6 +237,7 @@ def generate(
 def chat_command(
     heads: HeadsArgument,
     backbone: BackboneOption = None,
+    revision: RevisionOption = None,
     max_new_tokens: TokensOption = 512,
     temperature: TemperatureOption = 0.0,
     seed: Annotated[int, typer.Option("--seed")] = 0,
@@ -246,7 +249,7 @@ def chat_command(
     """Talk with the model; an empty line or Ctrl-D ends it."""
     from medusa_train.chat import Chat
 
-    chat, messages = Chat(heads, backbone, drafter, compile_steps), []
+    chat, messages = Chat(heads, backbone, drafter, compile_steps, revision), []
     if metrics_port is not None:
         _serve_metrics(chat.totals, metrics_port)
     while True:

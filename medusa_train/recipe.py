@@ -313,7 +313,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     try:
         return Recipe.model_validate(content)
     except ValidationError as error:
-        raise UserError(f"recipe {path}: {_explain(error)}") from error
+        raise UserError(f"{_origin(error, path, overrides)}: {_explain(error)}") from error
 
 
 def to_yaml(recipe: Recipe) -> str:
@@ -340,9 +340,22 @@ def _apply(content: dict[str, Any], override: str) -> None:
         raise UserError(f"override {override!r}: the value is not YAML") from error
 
 
+def _origin(error: ValidationError, path: Path, overrides: Sequence[str]) -> str:
+    """What the wrong value was given in: the last override of that key, or else the file."""
+    where = _key(error)
+    for override in reversed(overrides):
+        key = override.partition("=")[0]
+        if where == key or where.startswith(f"{key}."):
+            return f"override {override!r}"
+    return f"recipe {path}"
+
+
+def _key(error: ValidationError) -> str:
+    return ".".join(str(part) for part in error.errors()[0]["loc"])
+
+
 def _explain(error: ValidationError) -> str:
-    first = error.errors()[0]
-    where = ".".join(str(part) for part in first["loc"])
+    first, where = error.errors()[0], _key(error)
     if first["type"] == "extra_forbidden":
         keys, name = _known_keys(Recipe), where.rpartition(".")[2]
         # The right key in the wrong section, or else a misspelt one.

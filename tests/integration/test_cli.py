@@ -185,6 +185,12 @@ def test_missing_heads_are_refused(command, tmp_path, name):
     assert_refused(command(name, "./none", *words), "heads ./none: no such folder")
 
 
+@pytest.mark.parametrize("name", ["generate", "chat"])
+def test_a_wrong_drafter_is_refused_before_heads_are_loaded(command, name):
+    words = ["--prompt", "hello"] if name == "generate" else []
+    assert_refused(command(name, "./none", "--drafter", "medusas", *words), "no drafter 'medusas'", "medusa-lookup")
+
+
 def test_a_folder_without_heads_is_refused(command, tmp_path):
     (tmp_path / "empty").mkdir()
     assert_refused(command("generate", "./empty", "--prompt", "hello"), "empty", "no config.json")

@@ -60,6 +60,15 @@ def test_an_unknown_key_is_told_the_nearest_one(minimal, written, meant):
     assert message.endswith(f"unknown key {unknown}; did you mean {meant}?")
 
 
+def test_a_mistake_is_told_with_where_it_was_made(minimal):
+    wrong = "heads.num_heads=three"
+    for overrides in ((wrong,), ("training.learning_rate=0.1", "heads.num_heads=5", wrong)):
+        assert message_of(minimal, *overrides).startswith(f"override {wrong!r}: heads.num_heads")
+    assert message_of(minimal, "heads.num_head=1", "seed=1").startswith("override 'heads.num_head=1': unknown key")
+    minimal.write_text(MINIMAL + "seed: many\n", encoding="utf-8")
+    assert message_of(minimal, "heads.num_heads=5").startswith(f"recipe {minimal}: seed")
+
+
 def test_an_unknown_key_that_resembles_none_is_told_so_without_a_guess(minimal):
     assert message_of(minimal, "zzz=1").endswith("unknown key zzz")
 
