@@ -129,7 +129,7 @@ def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | Non
         promise=_ADAPTED.format(**train["result"]) if adapted else _FROZEN,
         asked=_asked(setting),
         max_new_tokens=setting["max_new_tokens"],
-        dtype=setting["dtype"],
+        dtype=", ".join(filter(None, (setting["dtype"], train["recipe"]["backbone"].get("quantization")))),
         machine=_machine(train["environment"]),
         figures="\n".join(f"| {name} | {value} |" for name, value in _figures(report)),
         tokens_per_step=report["definitions"]["tokens_per_step"],

@@ -178,7 +178,7 @@ def hub_errors(repo_id: str) -> Iterator[None]:
         yield
     except HfHubHTTPError as error:
         raise UserError(f"{repo_id}: {_why(error)}") from error
-    except (HTTPError, OSError) as error:  # OSError: offline mode, and sockets
+    except (HTTPError, OSError, RuntimeError) as error:  # offline mode and sockets; what uploads through Xet raise
         raise UserError(
             f"{repo_id}: the Hub cannot be reached ({_one_line(error)}); the same command goes on from here"
         ) from error

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -77,10 +78,15 @@ def prepare_release(folder: Path, repo_id: str, backbone: str = "") -> Release:
     if checkpoint.tree is None:
         raise UserError(f"{folder} has no {TREE}; run medusa-train tree and eval first")
     check_numbers(checkpoint.heads.state_dict(), folder / WEIGHTS)
-    if checkpoint.adapter:
-        check_numbers(load_file(folder / ADAPTER_WEIGHTS), folder / ADAPTER_WEIGHTS)
     report = read_report(folder)
-    if problem := beyond_limits(report["made"]["train"]["result"]):
+    trained = report["made"]["train"]["result"]
+    if checkpoint.adapter:
+        check_numbers(_read_adapter(folder), folder / ADAPTER_WEIGHTS)
+        if "kl_to_base" not in trained:
+            raise UserError(
+                f"{folder}: how far the adapter moved the backbone was not measured; run medusa-train train"
+            )
+    if problem := beyond_limits(trained):
         raise UserError(f"{folder}: {problem}; train with a lower learning_rate or loss_scale, or fewer epochs")
     source = checkpoint.backbone_source
     backbone = backbone or source
@@ -143,6 +149,16 @@ def check_numbers(tensors: Mapping[str, Tensor], where: Path) -> None:
             raise UserError(f"{where}: tensor {name} is empty; train again")
         if not bool(tensor.isfinite().all()):
             raise UserError(f"{where}: tensor {name} holds NaN or infinity; train again, with a lower learning_rate")
+
+
+def _read_adapter(folder: Path) -> dict[str, Tensor]:
+    if not (folder / ADAPTER_CONFIG).exists():
+        raise UserError(f"{folder} has no {ADAPTER_CONFIG}; copy the whole folder, or train again")
+    try:
+        tensors: dict[str, Tensor] = load_file(folder / ADAPTER_WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{folder / ADAPTER_WEIGHTS} is missing or damaged; copy or train it again") from error
+    return tensors
 
 
 def read_report(folder: Path) -> dict[str, Any]:

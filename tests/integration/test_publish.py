@@ -14,7 +14,7 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from conftest import assert_refused
-from medusa_train.inference import UserError
+from medusa_train.inference import UserError, load_backbone
 from medusa_train.inference.checkpoint import load_heads
 from medusa_train.job import Job
 from medusa_train.model_card import model_card
@@ -300,10 +300,25 @@ def test_what_must_not_be_published_is_refused_before_anything_is_asked(command,
     assert hub.requests == []
 
 
-def test_a_backbone_that_hardly_moved_may_be_published(command, run, hub):
+def test_a_backbone_that_hardly_moved_is_published_with_its_adapter(command, run, hub):
     adapted()(run)
+    edit_json(run / "heads" / "config.json", lambda c: c.update(adapter=True))
+    folder = run / "heads" / "adapter"
+    assert_refused(publish(command, run), "no adapter/adapter_config.json")
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "/models/tiny", "r": 4}))
+    assert_refused(publish(command, run), "adapter_model.safetensors is missing or damaged")
+    save_file({"a": torch.tensor([1.0, torch.inf])}, folder / "adapter_model.safetensors")
+    assert_refused(publish(command, run), "tensor a holds NaN or infinity")
+    assert hub.requests == []
+    save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
     assert publish(command, run)[0] == 0
-    assert "that of the adapted backbone" in hub.repos["model", "bob/heads"].files()["README.md"].decode()
+    files = hub.repos["model", "bob/heads"].files()
+    assert json.loads(files["adapter/adapter_config.json"]) == {"base_model_name_or_path": "ann/tiny", "r": 4}
+    assert files["adapter/adapter_model.safetensors"] == (folder / "adapter_model.safetensors").read_bytes()
+    card = files["README.md"].decode()
+    assert "that of the adapted backbone" in card
+    assert 'PeftModel.from_pretrained(model, "bob/heads", subfolder="adapter")' in card
 
 
 def test_names_that_nobody_else_can_load_are_refused(command, run, hub):
@@ -431,6 +446,7 @@ def test_code_in_a_repository_of_heads_is_neither_fetched_nor_run(command, run, 
     folder = next((cache / "models--eve--heads" / "snapshots").iterdir())
     assert {path.name for path in folder.rglob("*")} == {WEIGHTS, "config.json", "tree.json"}
     assert not list(tmp_path.rglob("escaped*"))
+    assert load_backbone("eve/base").source == "eve/base"
     assert not mark.exists()
 
 
