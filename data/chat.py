@@ -1,12 +1,14 @@
 """Chat templates: from messages to token ids, and which of those ids an assistant wrote.
 
-Loss masks come from rendering prefixes of the conversation, not from ``{% generation %}`` marks (most templates have
-none) and not from token values (a pad id may equal an end id).
+Loss masks come from a template's ``{% generation %}`` marks where it has them, else from rendering the conversation
+with and without each answer, never from searching text and never from token values (a pad id may equal an end id).
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,9 +18,10 @@ from transformers import PreTrainedTokenizerBase
 from medusa_train.inference.backbone import load_tokenizer
 from medusa_train.inference.errors import UserError
 
-Message = Mapping[str, str]
+Message = Mapping[str, Any]
 Span = tuple[int, int]
 _SENTINEL = "Zq7xWkV9"  # text that no template contains, to find where a user's words go
+_MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
 def load_chat_tokenizer(source: str, template_file: str | None = None) -> PreTrainedTokenizerBase:
@@ -42,7 +45,7 @@ def load_chat_tokenizer(source: str, template_file: str | None = None) -> PreTra
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation up to and including the opening of the assistant's next turn."""
-    return _render(tokenizer, messages, add_generation_prompt=True)
+    return _encode(tokenizer, [_apply(tokenizer, messages, add_generation_prompt=True)])[0]
 
 
 def user_turn_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], int]:
@@ -51,13 +54,18 @@ def user_turn_opening(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], in
     Raises:
         UserError: the template hides the user's text, or nothing follows it.
     """
-    before, found, _ = _apply(tokenizer, [{"role": "user", "content": _SENTINEL}]).partition(_SENTINEL)
-    turn_end = _turn_end(tokenizer, "user") if found else None
-    if not before or turn_end is None:
+    before, found, behind = _apply(tokenizer, [{"role": "user", "content": _SENTINEL}]).partition(_SENTINEL)
+    if not before or not found or not behind.strip():
         raise UserError(
             "the chat template has no mark around a user's turn, so prompts cannot be synthesized; name a file"
         )
-    return list(tokenizer(before, add_special_tokens=False)["input_ids"]), turn_end
+    opening, closing = _encode(tokenizer, [before, behind.strip()])
+    return opening, closing[0]
+
+
+def has_marks(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether the chat template says itself what an assistant wrote (``{% generation %}``)."""
+    return _MARKS.search(str(tokenizer.get_chat_template())) is not None
 
 
 def encode_conversation(
@@ -66,57 +74,132 @@ def encode_conversation(
     """Token ids of a finished conversation and the spans ``[start, end)`` that an assistant wrote.
 
     A span starts behind the template's opening of the assistant's turn and ends with the turn's end token, which is
-    learnt; what the template adds behind it (a newline) is not.
+    learnt; what the template adds behind it (a newline) is not. An earlier answer that the template shows otherwise
+    than it was written, such as without its thoughts, is read and not learnt. What follows the last answer is left out.
 
     Raises:
-        UserError: no assistant turn, or a template that rewrites earlier text when a turn is added.
+        UserError: no assistant turn; a message with a special token written as text; a template that refuses the
+            conversation, or that renders what stands before the last answer differently once it is answered.
     """
-    ids: list[int] = []
+    turns = [turn for turn, message in enumerate(messages) if message["role"] == "assistant"]
+    if not turns:
+        raise UserError("no assistant turn in the conversation: there is nothing to learn from it")
+    check_special_tokens(tokenizer, messages)
+    find = _marked_spans if tokenizer.is_fast and has_marks(tokenizer) else _spans_by_prefixes
+    ids, spans = find(tokenizer, messages[: turns[-1] + 1], turns)
+    if not spans or sum(end - start for start, end in spans) == len(ids):
+        kind = "no token" if not spans else "every token"
+        raise UserError(f"the chat template gives {kind} to the assistant, so there is no mask to learn by; change it")
+    return ids, spans
+
+
+def check_special_tokens(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> None:
+    """Refuse messages in which a special token is written as text: the tokenizer would read it as the real one.
+
+    Raises:
+        UserError: there is one.
+    """
+    pattern = _special_tokens(tuple(tokenizer.all_special_tokens))
+    for message in messages:
+        for value in message.values():
+            if found := pattern.search(value if isinstance(value, str) else str(value)):
+                raise UserError(f"the special token {found[0]} is written as text in a message")
+
+
+@lru_cache(maxsize=8)
+def _special_tokens(tokens: tuple[str, ...]) -> re.Pattern[str]:
+    return re.compile("|".join(map(re.escape, tokens)) or "(?!)")
+
+
+def _marked_spans(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], _: Sequence[int]
+) -> tuple[list[int], list[Span]]:
+    """What the template marks, each span up to its turn's end token whether or not the marks hold that."""
+    encoded = _call(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
+    ids, mask = list(encoded["input_ids"]), encoded["assistant_masks"]
+    ends = _end_ids(tokenizer, tokenizer.get_chat_template(), tokenizer.eos_token_id)
     spans: list[Span] = []
-    ends = {tokenizer.eos_token_id, _turn_end(tokenizer, "assistant")}
-    for turn, message in enumerate(messages):
-        if message["role"] != "assistant":
+    start = 0
+    while start < len(ids):
+        if not mask[start]:
+            start += 1
             continue
-        opened = _opening(tokenizer, messages[:turn])
-        learnt = ids[: spans[-1][1]] if spans else []
-        ids = _render(tokenizer, messages[: turn + 1], add_generation_prompt=False)
-        if ids[: len(opened)] != opened or ids[: len(learnt)] != learnt:
+        behind = next((i for i in range(start, len(ids)) if not mask[i]), len(ids))
+        # Marks stop before the end token in some templates, and behind the newline that follows it in others.
+        end = next((i + 1 for i in range(start, min(behind + 1, len(ids))) if ids[i] in ends), behind)
+        spans.append((start, end))
+        start = max(behind, end)
+    return ids, spans
+
+
+def _spans_by_prefixes(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], turns: Sequence[int]
+) -> tuple[list[int], list[Span]]:
+    """What an answer adds to the rendering of a conversation that waits for it."""
+    openings = [_opening(tokenizer, messages[:turn]) for turn in turns]
+    answered = [_apply(tokenizer, messages[: turn + 1]) for turn in turns]
+    encoded = _encode(tokenizer, openings + answered)
+    opened, closed = encoded[: len(turns)], encoded[len(turns) :]
+    text, ids = answered[-1], closed[-1]
+    ends = _end_ids(tokenizer, tokenizer.get_chat_template(), tokenizer.eos_token_id)
+    spans: list[Span] = []
+    for number, turn in enumerate(turns):
+        start, answer = len(opened[number]), closed[number]
+        end = next((i + 1 for i in range(start, len(answer)) if answer[i] in ends), None)
+        if end is None:  # no turn ends with a token; space behind the words is the template's
+            end = _common_prefix(answer, _encode(tokenizer, [answered[number].rstrip()])[0])
+        same = text.startswith(openings[number]) and ids[:start] == opened[number] and ids[:end] == answer[:end]
+        if not same and turn == turns[-1]:
             raise UserError(
                 f"the chat template renders what stands before assistant turn {turn} differently once it is answered, "
                 "so its tokens cannot be told apart; use a template without that"
             )
-        end = next((i + 1 for i in range(len(opened), len(ids)) if ids[i] in ends), len(ids))
-        if end > len(opened):
-            spans.append((len(opened), end))
-    if not spans:
-        raise UserError("no assistant turn in the conversation: there is nothing to learn from it")
+        if same and end > start:
+            spans.append((start, end))
     return ids, spans
 
 
-def _opening(tokenizer: PreTrainedTokenizerBase, before: Sequence[Message]) -> list[int]:
-    """Token ids up to the assistant's first word; templates render no empty conversation, so that one is cut out."""
+def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
+def _opening(tokenizer: PreTrainedTokenizerBase, before: Sequence[Message]) -> str:
+    """Text up to the assistant's first word; templates render no empty conversation, so that one is cut out."""
     if before:
-        return _render(tokenizer, before, add_generation_prompt=True)
-    text = _apply(tokenizer, [{"role": "assistant", "content": _SENTINEL}])
-    return list(tokenizer(text.partition(_SENTINEL)[0], add_special_tokens=False)["input_ids"])
+        return _apply(tokenizer, before, add_generation_prompt=True)
+    opening = _apply(tokenizer, [{"role": "assistant", "content": _SENTINEL}]).partition(_SENTINEL)[0]
+    return opening.rstrip(" ")  # a space is one token with the word behind it
 
 
-def _turn_end(tokenizer: PreTrainedTokenizerBase, role: str) -> int | None:
-    """The first id of what the template puts behind a message, if anything."""
-    messages = [{"role": "user", "content": "?"}, {"role": role, "content": _SENTINEL}]
-    closing = _apply(tokenizer, messages[-1:] if role == "user" else messages).partition(_SENTINEL)[2].strip()
-    ids = tokenizer(closing, add_special_tokens=False)["input_ids"]
-    return int(ids[0]) if ids else None
+@lru_cache(maxsize=8)
+def _end_ids(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int | None) -> frozenset[int]:
+    """Ids that end an assistant's turn: the end token, and the special token that the template puts behind a turn.
+
+    The last two arguments are what a tokenizer may be changed in.
+    """
+    ends = set() if eos_id is None else {eos_id}
+    messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
+    closing = _apply(tokenizer, messages).partition(_SENTINEL)[2].strip()
+    # Words that a template puts behind a turn may also stand within one, so they end nothing.
+    return frozenset(ends.union(set(_encode(tokenizer, [closing])[0][:1]) & set(tokenizer.added_tokens_decoder)))
 
 
-def _render(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool) -> list[int]:
-    rendered = _apply(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
     # The template writes the special tokens itself; letting the tokenizer add its own would double the first one.
-    return list(tokenizer(rendered, add_special_tokens=False)["input_ids"])
+    if tokenizer.is_fast:  # without offsets, which take a third of the time
+        backend = tokenizer.backend_tokenizer
+        return [list(encoding.ids) for encoding in backend.encode_batch_fast(list(texts), add_special_tokens=False)]
+    encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
+    return encoded
 
 
-def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> str:
+def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
+    return str(_call(tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+
+
+def _call(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
     try:
-        return str(tokenizer.apply_chat_template([dict(message) for message in messages], tokenize=False, **options))
-    except jinja2.TemplateError as error:
-        raise UserError(f"the chat template refuses the conversation: {error}") from error
+        return tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"the chat template refuses the conversation: {reason}") from error

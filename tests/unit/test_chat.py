@@ -101,13 +101,13 @@ def test_a_template_that_changes_the_opening_once_it_is_answered_is_refused(toke
         encode_conversation(tokenizer, [QUESTION, ANSWER])
 
 
-def test_a_template_that_shortens_earlier_answers_is_refused(tokenizer):
+def test_an_earlier_answer_that_the_template_shortens_is_not_learnt(tokenizer):
     tokenizer.chat_template = tokenizer.chat_template.replace(
         "message['content']",
         "(message['content'] if loop.last or message['role'] == 'user' else message['content'][:3])",
     )
-    with pytest.raises(UserError):  # the first answer's span would point into other text
-        encode_conversation(tokenizer, [QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER])
+    ids, spans = encode_conversation(tokenizer, [QUESTION, ANSWER, SECOND_QUESTION, SECOND_ANSWER])
+    assert [tokenizer.decode(ids[start:end]) for start, end in spans] == ["on the mat is the cat<|im_end|>"]
 
 
 def test_a_prompt_ends_with_the_opening_of_the_answer(tokenizer):
