@@ -17,11 +17,9 @@ from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.asking import Asking
-from medusa_train.data.chat import encode_conversation
 from medusa_train.data.journal import FAILURES, ROWS, WAITING, Failure, Journal
 from medusa_train.data.progress import AnswerProgress
-from medusa_train.data.prompts import load_conversations
-from medusa_train.data.rows import SPLITS, JsonLines, Prompt, Row, append_jsonl, open_rows, split_of
+from medusa_train.data.rows import SPLITS, JsonLines, open_rows
 from medusa_train.inference.errors import UserError
 
 # Appends outcomes for all prompts in the order of asking; returns the prompts whose answers are wanted, in order.
@@ -66,59 +64,6 @@ def failures(folder: Path) -> Counter[str]:
     """Reason -> prompts that failed for it."""
     records = JsonLines(folder / FAILURES, lambda record: Failure(**record))
     return Counter(record.failed for record in records) if len(records) else Counter()
-
-
-def take_conversations(
-    tokenizer: PreTrainedTokenizerBase,
-    source: str,
-    split: str,
-    path: Path,
-    max_length: int,
-    calibration_share: float,
-    heldout_share: float,
-) -> None:
-    """Write the rows of finished conversations instead of distilling; their assistant turns are learnt.
-
-    Heads draft best on the backbone's own words, so this is for text that the backbone wrote elsewhere. Conversations
-    longer than ``max_length`` tokens are cut there; those left without an assistant token are dropped and counted.
-    """
-    path.unlink(missing_ok=True)
-    rows, dropped, refused = {}, 0, 0
-    for messages in load_conversations(source, split):
-        if not any(message["role"] == "assistant" for message in messages):
-            dropped += 1
-            continue
-        try:
-            ids, spans = encode_conversation(tokenizer, messages)
-        except UserError:
-            refused += 1
-            continue
-        spans = [(start, min(end, max_length)) for start, end in spans if start < max_length]
-        if not spans:
-            dropped += 1
-            continue
-        first_answer = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
-        prompt_id = Prompt.of(messages[:first_answer]).id
-        row = Row(
-            id=Prompt.of(messages).id,
-            # By the prompt, so that two answers to one question never stand on both sides of the split.
-            split=split_of(prompt_id, calibration_share, heldout_share),
-            messages=messages[:first_answer],
-            input_ids=ids[:max_length],
-            spans=spans,
-            finish_reason="given",
-        )
-        rows[row.id] = row
-    if not rows:
-        raise UserError(
-            f"data.conversations={source}: none of {dropped + refused} records has an assistant turn to learn from"
-        )
-    if dropped:
-        tqdm.write(f"distill: {dropped} conversations without an assistant token were left out")
-    if refused:
-        tqdm.write(f"distill: {refused} conversations that the chat template refuses were left out")
-    append_jsonl(path, rows.values())
-    check_splits(path)
 
 
 def _tell_failures(folder: Path) -> None:

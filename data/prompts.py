@@ -1,181 +1,186 @@
-"""Where prompts come from: the backbone itself, a file, or a dataset.
-
-A chat model asked to continue right behind the template's opening of a user turn writes what users wrote in its
-training data. That needs no prompt file, and the prompts come from the model's own distribution.
-"""
+"""Prompts and conversations of files and data sets: which of their records are taken, each once."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Mapping
-from pathlib import Path
+import hashlib
+import heapq
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from medusa_train.data.chat import user_turn_opening
-from medusa_train.data.generation import generate_batch
-from medusa_train.data.rows import Prompt, append_jsonl, drop_torn_tail, read_prompts
-from medusa_train.inference.backbone import Backbone
+from medusa_train.data.chat import check_special_tokens
+from medusa_train.data.records import BadRecord, Messages, conversation_of
+from medusa_train.data.rows import Prompt
+from medusa_train.data.sources import OnBad, Source, read_records, read_source
 from medusa_train.inference.errors import UserError
 
-MIN_WORDS = 4
-MAX_BATCHES_PER_PROMPT = 4  # a model that mostly writes fragments or repeats itself is given up on
+REPEATED = "the same prompt again"
 
 
-def synthesize_prompts(
-    backbone: Backbone,
-    tokenizer: PreTrainedTokenizerBase,
-    path: Path,
-    count: int,
-    max_tokens: int,
-    temperature: float,
-    top_k: int,
-    batch_size: int,
+def gather_prompts(
+    sources: Sequence[Source],
+    count: int | None,
     seed: int,
-) -> None:
-    """Let the backbone write user turns into ``path`` until it holds ``count``; continues what is there.
+    on_bad: OnBad,
+    skipped: Counter[str],
+    check: Callable[[Prompt], None] = lambda prompt: None,
+) -> Iterator[Prompt]:
+    """Distinct prompts of the sources, in their order; with ``count``, a sample of so many.
 
-    Kept are turns that the model ended itself, of at least ``MIN_WORDS`` words, that no earlier one equals up to case
-    and spaces. Batch b is drawn with a seed of its own, so a resumed run writes what an unbroken one would.
+    The sample depends on the seed and on the prompts alone, not on their order; each source gives its share by weight,
+    or all that it has. Only the sample, and eight bytes of each prompt, are in memory.
+
+    Args:
+        skipped: gets the records that are left out, by reason.
+        check: raises `BadRecord` for a prompt that cannot be used.
 
     Raises:
-        UserError: the model does not write enough usable prompts.
+        UserError: a source cannot be read, or none holds a prompt.
     """
-    drop_torn_tail(path)
-    opening, turn_end = user_turn_opening(tokenizer)
-    seen = {normalized(prompt) for prompt in read_prompts(path)}
-    stops = sorted({turn_end, *backbone.eos_token_ids})
-    with tqdm(total=count, initial=len(seen), desc="prompts", unit="prompt") as bar:
-        batch = len(seen) // batch_size
-        last = batch + MAX_BATCHES_PER_PROMPT * (count // batch_size + 2)
-        while len(seen) < count:
-            if batch == last:
-                raise UserError(
-                    f"the backbone wrote only {len(seen)} usable prompts of the {count} wanted; "
-                    "lower data.num_prompts or name a prompt file in data.prompts"
-                )
-            turns = generate_batch(
-                backbone, [opening] * batch_size, max_tokens, stops, temperature, top_k, seed=seed * 100_003 + batch
-            )
-            fresh = []
-            for ids in turns:
-                if ids[-1] not in stops:
-                    continue  # a fragment: it never ended its turn
-                text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
-                prompt = Prompt.of([{"role": "user", "content": text}])
-                if len(text.split()) >= MIN_WORDS and normalized(prompt) not in seen and len(seen) < count:
-                    seen.add(normalized(prompt))
-                    fresh.append(prompt)
-            append_jsonl(path, fresh)
-            bar.update(len(fresh))
-            batch += 1
+    seen: set[int] = set()
+
+    def make(record: Mapping[str, Any]) -> Prompt:
+        prompt = prompt_from(record)
+        check(prompt)
+        return prompt
+
+    def distinct(source: Source) -> Iterator[Prompt]:
+        for prompt in read_source(source, make, on_bad, skipped):
+            key = _point(normalized(prompt))
+            if key in seen:
+                skipped[REPEATED] += 1
+            else:
+                seen.add(key)
+                yield prompt
+
+    for source, share in zip(sources, _shares(sources, count), strict=True):
+        taken = 0
+        for prompt in distinct(source) if share is None else _sample(distinct(source), share, seed):
+            taken += 1
+            yield prompt
+        if len(sources) > 1 and share is not None and taken < share:
+            tqdm.write(f"prompts: {source.path} gave {taken} of the {share} that its weight asks for")
+    if not seen:
+        why = "; ".join(f"{count} records: {reason}" for reason, count in skipped.most_common(3))
+        raise UserError(f"data.prompts={names_of(sources)} holds no prompt ({why or 'no record'}); give at least one")
+
+
+def prompt_from(record: Mapping[str, Any]) -> Prompt:
+    """A record as a conversation that waits for the backbone's answers.
+
+    Given answers are dropped, and what the user says behind them follows once the backbone answered itself. A greeting
+    in front stays, and so do calls of tools and all before their results, which the backbone could not get again.
+
+    Raises:
+        BadRecord: the record holds no turn of a user, or is refused by `conversation_of`.
+    """
+    messages, follow_ups = conversation_of(record)
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    if not messages or messages[-1]["role"] not in ("user", "tool"):
+        raise BadRecord("no turn of a user")
+    tools = [turn for turn, message in enumerate(messages) if message["role"] == "tool"]
+    users = [turn for turn, message in enumerate(messages) if message["role"] == "user"]
+    kept = 1 + (tools[-1] if tools else users[0])
+    said = [message["content"] for message in messages[kept:] if message["role"] == "user"]
+    return Prompt.of(messages[:kept], [*said, *follow_ups])
+
+
+def check_prompt(tokenizer: PreTrainedTokenizerBase, prompt: Prompt) -> None:
+    """Refuse a prompt in which a special token is written as text.
+
+    Raises:
+        BadRecord: there is one.
+    """
+    said = [{"content": text} for text in prompt.follow_ups]
+    try:
+        check_special_tokens(tokenizer, [*prompt.messages, *said])
+    except UserError as error:
+        raise BadRecord(str(error)) from error
+
+
+def names_of(sources: Sequence[Source]) -> str:
+    """Sources in a few words."""
+    return ", ".join(source.path for source in sources)
+
+
+def prompt_of(record: Mapping[str, Any], source: str) -> Messages:
+    """A record's conversation as it stands, without a final answer; of several turns to come the first.
+
+    Raises:
+        UserError: the record is refused; see `conversation_of`.
+    """
+    try:
+        messages, _ = conversation_of(record)
+    except BadRecord as error:
+        raise UserError(f"prompts {source}: {error}") from error
+    while messages and messages[-1]["role"] == "assistant":
+        messages.pop()
+    return messages
 
 
 def normalized(prompt: Prompt) -> str:
     """A prompt's text up to case and spaces; equal texts are duplicates."""
-    return "\n".join(" ".join(message["content"].lower().split()) for message in prompt.messages)
+    texts = [str(message["content"]) for message in prompt.messages] + prompt.follow_ups
+    return "\n".join(" ".join(text.lower().split()) for text in texts)
 
 
-def load_prompts(source: str, split: str, limit: int | None) -> list[Prompt]:
-    """Prompts from a JSONL, JSON or Parquet file, or a Hub dataset; duplicates dropped.
+def load_conversations(
+    sources: Sequence[Source], on_bad: OnBad = "stop", skipped: Counter[str] | None = None
+) -> Iterator[Messages]:
+    """Finished conversations, one by one.
 
-    What a record holds: see `prompt_of`.
-
-    Raises:
-        UserError: the source cannot be read, holds nothing, or has neither field.
-    """
-    prompts: dict[str, Prompt] = {}
-    for record in load_records(source, split):
-        if messages := prompt_of(record, source):
-            prompt = Prompt.of(messages)
-            prompts.setdefault(normalized(prompt), prompt)
-        if limit and len(prompts) == limit:
-            break
-    if not prompts:
-        raise UserError(f"data.prompts={source} holds no prompt; give at least one record")
-    return list(prompts.values())
-
-
-def prompt_of(record: Mapping[str, Any], source: str) -> list[dict[str, str]]:
-    """A record's conversation without a final assistant turn (the backbone writes its own); empty without text.
-
-    A record holds ``messages``, ``prompt``, or ``turns`` (a list of user turns as in MT-Bench and Spec-Bench, of which
-    the first is taken).
-    """
-    messages = _messages(record, source)
-    while messages and messages[-1]["role"] == "assistant":
-        messages.pop()
-    return messages if messages and messages[-1]["content"].strip() else []
-
-
-def load_conversations(source: str, split: str) -> Iterator[list[dict[str, str]]]:
-    """Finished conversations from a file or Hub dataset: ``messages``, or ``prompt`` with ``completion``."""
-    for record in load_records(source, split):
-        messages = _messages(record, source)
-        # Files that mix both kinds of record give every record both fields, one of them null.
-        if not record.get("messages") and isinstance(record.get("completion"), str):
-            messages.append({"role": "assistant", "content": record["completion"]})
-        yield messages
-
-
-def load_records(source: str, split: str) -> Iterator[Mapping[str, Any]]:
-    """Records of a file (by its ending) or of a Hub dataset.
+    Args:
+        skipped: gets the records that are left out, by reason.
 
     Raises:
-        UserError: no such file or dataset, an unknown ending, or an empty or damaged file.
+        UserError: a source cannot be read.
     """
-    from datasets import load_dataset
-    from datasets.exceptions import DatasetGenerationError, DatasetNotFoundError
-
-    path = Path(source).expanduser()
-    loaders = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-    loader = loaders.get(path.suffix)
-    if path.suffix and loader is None and (path.exists() or path.is_absolute()):
-        raise UserError(f"prompts {source}: files end in {', '.join(loaders)}")
-    if loader and not path.is_file():
-        raise UserError(f"prompts {source}: no such file")
-    if loader and path.stat().st_size == 0:
-        raise UserError(f"prompts {source}: the file is empty; give at least one record")
-    try:
-        if loader:
-            records = load_dataset(loader, data_files=str(path), split="train")
-        else:
-            records = load_dataset(source, split=split)
-    except (DatasetNotFoundError, DatasetGenerationError, OSError, ValueError) as error:
-        where = _damaged_line(path) if path.suffix == ".jsonl" else None
-        reason = where or " ".join(str(error).split())[:200]
-        raise UserError(f"cannot read prompts from {source}: {reason}") from error
-    yield from records
+    counts = Counter[str]() if skipped is None else skipped
+    for source in sources:
+        yield from read_source(source, _finished, on_bad, counts)
 
 
-def _damaged_line(path: Path) -> str | None:
-    """What is wrong with a file of JSON lines; None if every line is a JSON object."""
-    records = 0
-    with path.open(encoding="utf-8", errors="replace") as lines:
-        for number, line in enumerate(lines, start=1):
-            if not line.strip():
-                continue
-            records += 1
-            try:
-                if not isinstance(json.loads(line.rstrip()), dict):
-                    return f"line {number} is not an object; write one {{...}} per line"
-            except json.JSONDecodeError as error:
-                return f"line {number}, column {error.colno}: {error.msg}; correct or remove that line"
-    return None if records else "it holds blank lines only; give at least one record"
+def _finished(record: Mapping[str, Any]) -> Messages:
+    messages, _ = conversation_of(record)
+    if not any(message["role"] == "assistant" for message in messages):
+        raise BadRecord("no turn of an assistant")
+    return messages
 
 
-def _messages(record: Mapping[str, Any], source: str) -> list[dict[str, str]]:
-    if record.get("messages"):
-        for message in record["messages"]:
-            if not {"role", "content"} <= message.keys():
-                found = ", ".join(sorted(message))
-                raise UserError(f"prompts {source}: a message needs 'role' and 'content', found {found}")
-        return [{"role": str(message["role"]), "content": str(message["content"])} for message in record["messages"]]
-    if record.get("turns"):
-        return [{"role": "user", "content": str(record["turns"][0])}]
-    if isinstance(record.get("prompt"), str):
-        return [{"role": "user", "content": record["prompt"]}]
-    found = ", ".join(sorted(record))
-    raise UserError(f"prompts {source}: a record needs 'messages', 'prompt' or 'turns', found {found}")
+def load_records(path: str, split: str = "train") -> Iterator[Mapping[str, Any]]:
+    """Records of a file or data set as they are; see `read_records`."""
+    return read_records(path, split)
+
+
+def _shares(sources: Sequence[Source], count: int | None) -> list[int | None]:
+    """How many prompts of each source; the largest remainders are rounded up, so that they add up to ``count``."""
+    if count is None:
+        return [None] * len(sources)
+    total = sum(source.weight for source in sources)
+    exact = [count * source.weight / total for source in sources]
+    shares = [int(share) for share in exact]
+    by_remainder = sorted(range(len(sources)), key=lambda place: shares[place] - exact[place])
+    for place in by_remainder[: count - sum(shares)]:
+        shares[place] += 1
+    return list(shares)
+
+
+def _sample(prompts: Iterator[Prompt], count: int, seed: int) -> Iterator[Prompt]:
+    """Those with the lowest hashes, in the order they came in."""
+    lowest: list[tuple[int, int, Prompt]] = []
+    for place, prompt in enumerate(prompts):
+        entry = (-_point(f"{seed}:{prompt.id}"), -place, prompt)
+        if len(lowest) < count:
+            heapq.heappush(lowest, entry)
+        elif count and entry > lowest[0]:
+            heapq.heapreplace(lowest, entry)
+    for _, _, prompt in sorted(lowest, key=lambda entry: -entry[1]):
+        yield prompt
+
+
+def _point(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

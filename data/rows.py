@@ -26,17 +26,18 @@ class Prompt:
 
     Attributes:
         id: hash of the messages.
-        messages: OpenAI-style ``role``/``content`` messages, the last one a user's.
+        messages: OpenAI-style ``role``/``content`` messages, the last one a user's or a tool's.
         follow_ups: what the user says next, each once the assistant's own answer to the one before is there.
     """
 
     id: str
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     follow_ups: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, messages: Iterable[Message], follow_ups: Sequence[str] = ()) -> Prompt:
-        plain = [{"role": message["role"], "content": message["content"]} for message in messages]
+        kept = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
+        plain = [{name: message[name] for name in kept if name in message} for message in messages]
         turns = [*plain, *follow_ups]
         return cls(hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16], plain, list(follow_ups))
 
@@ -58,7 +59,7 @@ class Row:
 
     id: str
     split: Split
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     input_ids: list[int]
     spans: list[Span]
     finish_reason: str

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from accelerate import PartialState
+from tqdm import tqdm
 
 from medusa_train.data.asking import Asking
-from medusa_train.data.distill import Backend, distill, failures, take_conversations
+from medusa_train.data.conversations import conversation_rows, tell, write_rows
+from medusa_train.data.distill import Backend, check_splits, distill, failures
 from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
 from medusa_train.data.journal import ROWS
-from medusa_train.data.prompts import load_prompts, synthesize_prompts
+from medusa_train.data.prompts import check_prompt, gather_prompts, load_conversations, names_of
 from medusa_train.data.rows import SPLITS, append_jsonl, open_prompts, open_rows, read_prompts
+from medusa_train.data.synthesis import synthesize_prompts
 from medusa_train.data.transformers_backend import answer_here
 from medusa_train.inference.backbone import Limits, read_limits
 from medusa_train.inference.errors import UserError
@@ -29,18 +34,40 @@ def run_prompts(job: Job) -> dict[str, Any]:
     data = job.recipe.data
     path = job.folder.begin("prompts") / "prompts.jsonl"
     if data.conversations:
-        return {"prompts": 0, "source": data.conversations}
+        return {"prompts": 0, "source": names_of(data.sources("conversations"))}
+    tokenizer = job.tokenizer  # first: it is small, and may have no chat template
     if data.prompts == "synthesize":
-        tokenizer = job.tokenizer  # first: it is small, and may have no chat template
         synthesize_prompts(
             job.backbone, tokenizer, path, data.num_prompts or 1000, data.prompt_max_tokens,
-            data.prompt_temperature, data.prompt_top_k, data.batch_size, job.recipe.seed,
+            data.prompt_temperature, data.prompt_top_k, data.batch_size, job.recipe.seed, _topics(data.prompt_topics),
         )  # fmt: skip
-    else:
-        prompts = load_prompts(data.prompts, data.prompts_split, data.num_prompts)
-        path.unlink(missing_ok=True)
-        append_jsonl(path, prompts)
-    return {"prompts": len(read_prompts(path)), "source": data.prompts}
+        return {"prompts": len(read_prompts(path)), "source": "synthesize"}
+    sources, skipped = data.sources("prompts"), Counter[str]()
+    path.unlink(missing_ok=True)
+    prompts = gather_prompts(
+        sources, data.num_prompts, job.recipe.seed, data.on_bad_rows, skipped, partial(check_prompt, tokenizer)
+    )
+    written = 0
+    while some := list(islice(prompts, 1000)):
+        append_jsonl(path, some)
+        written += len(some)
+    if skipped:
+        tqdm.write(f"prompts: records left out: {tell(skipped)}")
+    left_out = {"left_out": skipped.total(), "reasons": skipped.most_common()} if skipped else {}
+    return {"prompts": written, "source": names_of(sources), **left_out}
+
+
+def _topics(given: list[str] | str | None) -> list[str]:
+    if not isinstance(given, str):
+        return given or []
+    try:
+        lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"data.prompt_topics={given}: {error}; name a text file with one topic a line") from error
+    topics = [line.strip() for line in lines if line.strip()]
+    if not topics:
+        raise UserError(f"data.prompt_topics={given}: the file holds no topic; write one a line")
+    return topics
 
 
 def run_distill(job: Job) -> dict[str, Any]:
@@ -53,10 +80,13 @@ def run_distill(job: Job) -> dict[str, Any]:
     path = stage / ROWS
     if data.conversations:
         if state.is_main_process:
-            take_conversations(
-                job.tokenizer, data.conversations, data.prompts_split, path, data.max_length,
-                data.calibration_share, data.heldout_share,
-            )  # fmt: skip
+            skipped = Counter[str]()
+            given = load_conversations(data.sources("conversations"), data.on_bad_rows, skipped)
+            rows = conversation_rows(
+                job.tokenizer, given, data.max_length, data.calibration_share, data.heldout_share, skipped
+            )
+            write_rows(path, rows, skipped)
+            check_splits(path)
         state.wait_for_everyone()
     else:
         limits = read_limits(job.recipe.backbone.source, job.recipe.backbone.trust_remote_code)

@@ -6,14 +6,18 @@ Nothing is written; of a source only the first records are read.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 
 from transformers import PreTrainedTokenizerBase
 
-from medusa_train.data.chat import encode_conversation, render_prompt
-from medusa_train.data.prompts import load_conversations, load_records, normalized, prompt_of
-from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
+from medusa_train.data.chat import render_prompt
+from medusa_train.data.conversations import conversation_rows
+from medusa_train.data.prompts import check_prompt, gather_prompts, load_conversations, names_of
+from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows
+from medusa_train.data.sources import Source
 from medusa_train.inference.errors import UserError
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import RunFolder
@@ -58,7 +62,7 @@ def find_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, max_positions:
     elif section.prompts == "synthesize":
         data = Data([], "the backbone will write the prompts", Counter(), section.num_prompts or 1000)
     else:
-        data = _scan_prompt_source(recipe, tokenizer, max_positions)
+        data = _scan_prompt_sources(recipe, tokenizer, max_positions)
     if rows:
         if missing := (data.prompts or 0) - len(rows):
             waiting = "not answered (data.answer_tokens reached, or distilling is not done)"
@@ -68,50 +72,35 @@ def find_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, max_positions:
 
 
 def _scan_conversations(recipe: Recipe, tokenizer: PreTrainedTokenizerBase) -> Data:
-    """The rows that the first conversations of the source will give, and why others give none."""
-    section = recipe.data
-    rows: dict[str, Row] = {}
-    dropped: Counter[str] = Counter()
-    source = str(section.conversations)
-    for messages in islice(load_conversations(source, section.prompts_split), LOOK_AT):
-        try:
-            ids, spans = encode_conversation(tokenizer, messages)
-        except UserError as error:
-            dropped[str(error)] += 1
-            continue
-        spans = [(start, min(end, section.max_length)) for start, end in spans if start < section.max_length]
-        if not spans:
-            dropped["no assistant token before data.max_length"] += 1
-            continue
-        first = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
-        split = split_of(Prompt.of(messages[:first]).id, section.calibration_share, section.heldout_share)
-        row = Row(Prompt.of(messages).id, split, messages[:first], ids[: section.max_length], spans, "given")
-        dropped["the same conversation again"] += row.id in rows
-        rows[row.id] = row
-    looked = len(rows) + dropped.total()
-    origin = f"{source}, its first {LOOK_AT:,} conversations" if looked == LOOK_AT else source
-    return Data(list(rows.values()), origin, dropped)
+    """The rows that the first conversations of the sources will give, and why others give none."""
+    section, dropped, sources = recipe.data, Counter[str](), recipe.data.sources("conversations")
+    conversations = islice(load_conversations(sources, section.on_bad_rows, dropped), LOOK_AT)
+    rows = list(
+        conversation_rows(
+            tokenizer, conversations, section.max_length, section.calibration_share, section.heldout_share, dropped
+        )
+    )
+    return Data(rows, _looked(sources, len(rows) + dropped.total()), dropped)
 
 
-def _scan_prompt_source(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> Data:
-    section = recipe.data
-    prompts: dict[str, Prompt] = {}
-    dropped: Counter[str] = Counter()
-    looked = 0
-    for record in islice(load_records(section.prompts, section.prompts_split), LOOK_AT):
-        if section.num_prompts and len(prompts) == section.num_prompts:
-            break
-        looked += 1
-        if not (messages := prompt_of(record, section.prompts)):
-            dropped["no text of a user"] += 1
-            continue
-        prompt = Prompt.of(messages)
-        dropped["the same prompt again"] += normalized(prompt) in prompts
-        prompts.setdefault(normalized(prompt), prompt)
-    origin = f"{section.prompts}, its first {LOOK_AT:,} records" if looked == LOOK_AT else section.prompts
-    data = _scan_prompts(recipe, tokenizer, max_positions, list(prompts.values()), origin)
+def _scan_prompt_sources(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, max_positions: int | None) -> Data:
+    section, dropped, sources = recipe.data, Counter[str](), recipe.data.sources("prompts")
+    prompts: list[Prompt] = []
+    for source in sources:
+        found = gather_prompts(
+            [source], None, recipe.seed, section.on_bad_rows, dropped, partial(check_prompt, tokenizer)
+        )
+        prompts += islice(found, LOOK_AT)
+    looked = _looked(sources, len(prompts) + dropped.total())
+    if section.num_prompts:
+        prompts = prompts[: section.num_prompts]
+    data = _scan_prompts(recipe, tokenizer, max_positions, prompts, looked)
     data.dropped += dropped
     return data
+
+
+def _looked(sources: Sequence[Source], records: int) -> str:
+    return names_of(sources) + (f", the first {LOOK_AT:,} of each" if records >= LOOK_AT else "")
 
 
 def _scan_prompts(

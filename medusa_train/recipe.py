@@ -10,13 +10,16 @@ import difflib
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 from urllib.parse import urlsplit
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from medusa_train.inference.errors import UserError
+
+if TYPE_CHECKING:
+    from medusa_train.data.sources import Source
 
 
 class _Section(BaseModel):
@@ -83,13 +86,30 @@ class ServerSection(_Section):
         return urls
 
 
+class SourceSection(_Section):
+    """One of several sources of text."""
+
+    path: str
+    """A .jsonl, .json, .csv or .parquet file, a folder of `datasets`, or a Hub dataset."""
+    split: str = "train"
+    """Split of a dataset."""
+    columns: dict[str, str] = {}
+    """The name that a field has here, as {prompt: query}."""
+    weight: float = Field(1.0, gt=0)
+    """How much of data.num_prompts comes from here, beside the others."""
+
+
 class DataSection(_Section):
     """Where the text comes from."""
 
-    prompts: str = "synthesize"
-    """synthesize (the backbone writes them), a .jsonl/.json/.parquet file, or a Hub dataset."""
+    prompts: str | list[SourceSection] = "synthesize"
+    """synthesize (the backbone writes them), a file, a dataset, or a list of sources."""
     prompts_split: str = "train"
-    """Split of a Hub dataset."""
+    """Split of a dataset that is given by its name alone."""
+    prompt_topics: list[str] | str | None = None
+    """What synthesized prompts are about: a list, or a text file with one topic a line."""
+    on_bad_rows: Literal["stop", "skip"] = "stop"
+    """Records that nothing can be learnt from: stop at the first, or leave them out and count them."""
     num_prompts: int | None = Field(640, ge=1)
     """How many prompts to write or to take; null takes all of a file."""
     prompt_max_tokens: int = Field(48, ge=4)
@@ -98,8 +118,8 @@ class DataSection(_Section):
     """Temperature of synthesized prompts."""
     prompt_top_k: int = Field(50, ge=0)
     """Synthesized prompts are drawn from the k likeliest tokens; 0 for all."""
-    conversations: str | None = None
-    """Finished conversations to learn from instead of distilling: a file or Hub dataset."""
+    conversations: str | list[SourceSection] | None = None
+    """Finished conversations to learn from instead of distilling: sources as in data.prompts."""
     backend: Literal["transformers", "openai"] = "transformers"
     """Who answers: the backbone in this process, or servers (data.server)."""
     server: ServerSection = ServerSection()
@@ -127,6 +147,34 @@ class DataSection(_Section):
         if self.backend == "openai" and not self.server.urls:
             raise UserError("data.backend=openai needs data.server.urls, such as [http://127.0.0.1:8000/v1]")
         return self
+
+    @field_validator("prompts", "conversations", mode="before")
+    @classmethod
+    def _sources_may_be_names(cls, value: Any) -> Any:
+        """A source on its own is a list of one, and a name in a list is a source."""
+        if isinstance(value, dict):
+            value = [value]
+        if not isinstance(value, list):
+            return value
+        if not value:
+            raise UserError("data.prompts and data.conversations: name one source at least")
+        return [{"path": item} if isinstance(item, str) else item for item in value]
+
+    @model_validator(mode="after")
+    def _weights_need_a_number(self) -> DataSection:
+        weights = {source.weight for source in self.prompts} if isinstance(self.prompts, list) else set()
+        if len(weights) > 1 and self.num_prompts is None:
+            raise UserError("weights share out data.num_prompts, which is null; give a number")
+        return self
+
+    def sources(self, name: Literal["prompts", "conversations"]) -> list[Source]:
+        """The sources of a field, to be read."""
+        from medusa_train.data.sources import Source
+
+        given = getattr(self, name)
+        if isinstance(given, str):
+            return [Source(given, self.prompts_split)]
+        return [Source(source.path, source.split, source.columns, source.weight) for source in given]
 
 
 class TrainingSection(_Section):

@@ -31,7 +31,7 @@ from medusa_train.recipe import Recipe
 _PROMPT_KEYS = (
     "seed", "backbone.source", "backbone.dtype", "backbone.quantization", "backbone.chat_template",
     "data.prompts", "data.prompts_split", "data.num_prompts", "data.prompt_max_tokens", "data.prompt_temperature",
-    "data.prompt_top_k", "data.conversations", "data.batch_size",
+    "data.prompt_top_k", "data.prompt_topics", "data.conversations", "data.batch_size",
 )  # fmt: skip
 _DISTILL_KEYS = (
     *_PROMPT_KEYS, "data.answer_tokens", "data.max_new_tokens", "data.max_length", "data.calibration_share",

@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections import Counter
 from contextlib import suppress
 from dataclasses import replace
 
@@ -12,15 +13,18 @@ from safetensors import SafetensorError
 from medusa_train.data import hidden_states as hidden_states_module
 from medusa_train.data import journal as journal_module
 from medusa_train.data import progress as progress_module
-from medusa_train.data import prompts as prompts_module
+from medusa_train.data import synthesis as synthesis_module
 from medusa_train.data import transformers_backend as backend_module
 from medusa_train.data.asking import Asking
 from medusa_train.data.chat import load_chat_tokenizer, render_prompt
+from medusa_train.data.conversations import conversation_rows, write_rows
 from medusa_train.data.dataset import IGNORED, HeadsDataset
-from medusa_train.data.distill import distill, take_conversations
+from medusa_train.data.distill import distill
 from medusa_train.data.hidden_states import KeptStates, hidden_states_of, keep_states, read_cache, write_cache
-from medusa_train.data.prompts import normalized, synthesize_prompts
+from medusa_train.data.prompts import load_conversations, normalized
 from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
+from medusa_train.data.sources import Source
+from medusa_train.data.synthesis import synthesize_prompts
 from medusa_train.data.transformers_backend import answer_here
 from medusa_train.inference import UserError, load_backbone
 from medusa_train.recipe import DataSection
@@ -365,8 +369,9 @@ def conversation(i, answers=("the cat",)):
 def run_conversations(tokenizer, tmp_path, conversations, max_length=4096):
     source = tmp_path / "conversations.jsonl"
     source.write_text("".join(json.dumps({"messages": messages}) + "\n" for messages in conversations))
-    path = tmp_path / "rows.jsonl"
-    take_conversations(tokenizer, str(source), "train", path, max_length, **SHARES)
+    path, skipped = tmp_path / "rows.jsonl", Counter()
+    given = load_conversations([Source(str(source))], "skip", skipped)
+    write_rows(path, conversation_rows(tokenizer, given, max_length, **SHARES, skipped=skipped), skipped)
     return read_rows(path)
 
 
@@ -402,7 +407,7 @@ def test_conversations_without_an_answer_are_left_out_and_counted(tokenizer, tmp
     good = [conversation(i) for i in range(12)]
     rows = run_conversations(tokenizer, tmp_path, [conversation(99)[:1], *good, conversation(98)[:1]])
     assert [row.messages for row in rows] == [messages[:1] for messages in good]
-    assert "2 conversations without an assistant token were left out" in capsys.readouterr().out
+    assert "conversations left out: 2 (no turn of an assistant)" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("place", [0, 5])
@@ -426,7 +431,7 @@ def test_answers_to_one_question_stand_on_one_side_of_the_split(tokenizer, tmp_p
 
 
 def test_no_usable_conversation_is_an_error(tokenizer, tmp_path):
-    with pytest.raises(UserError, match="none of 2 records has an assistant turn"):
+    with pytest.raises(UserError, match=r"nothing to learn from: 2 \(no turn of an assistant\)"):
         run_conversations(tokenizer, tmp_path, [conversation(i)[:1] for i in range(2)])
 
 
@@ -484,10 +489,10 @@ def test_a_model_that_writes_no_usable_prompts_is_given_up_on(writer, tokenizer,
 def test_a_turn_that_never_ends_is_no_prompt(writer, tokenizer, tmp_path, monkeypatch):
     text = tokenizer("the cat sat on the mat", add_special_tokens=False)["input_ids"]
     end = [tokenizer.convert_tokens_to_ids("<|im_end|>")]
-    monkeypatch.setattr(prompts_module, "generate_batch", lambda *arguments, **keywords: [text, text + end])
+    monkeypatch.setattr(synthesis_module, "generate_batch", lambda *arguments, **keywords: [text, text + end])
     assert len(run_synthesis(writer, tokenizer, tmp_path / "ended.jsonl", count=1)) == 1
 
-    monkeypatch.setattr(prompts_module, "generate_batch", lambda *arguments, **keywords: [text, text])
+    monkeypatch.setattr(synthesis_module, "generate_batch", lambda *arguments, **keywords: [text, text])
     with pytest.raises(UserError, match="wrote only 0 usable prompts"):
         run_synthesis(writer, tokenizer, tmp_path / "fragments.jsonl", count=1)
     assert read_prompts(tmp_path / "fragments.jsonl") == []

@@ -86,12 +86,15 @@ def test_rows_are_counted_and_one_is_shown(command, recipe, tmp_path):
 def test_prompts_that_will_be_left_out_are_told(command, recipe, tmp_path):
     records = [{"prompt": "the cat"}, {"prompt": "The  cat"}, {"prompt": " "}, {"prompt": "on the mat " * 300}]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
-    code, out, error = command("doctor", recipe, "--json", tmp_path / "doctor.json")
+    code, out, _ = command("doctor", recipe)
+    assert code == 2
+    assert "prompts.jsonl line 3: an empty turn" in out
+    code, out, error = command("doctor", recipe, "data.on_bad_rows=skip", "--json", tmp_path / "doctor.json")
     assert code == 0, error
     told = json.loads((tmp_path / "doctor.json").read_text())["data"]
     assert told["prompts"] == 1
     assert told["dropped"] == {
-        "the same prompt again": 1, "no text of a user": 1, "no room for 8 tokens within the model's 256 positions": 1,
+        "the same prompt again": 1, "an empty turn": 1, "no room for 8 tokens within the model's 256 positions": 1,
     }  # fmt: skip
     assert "left out: 1, no room for 8 tokens" in out
 
@@ -103,14 +106,15 @@ def test_conversations_are_read_now_and_what_is_left_out_is_told(command, recipe
     ]
     said += [said[0], {"messages": [{"role": "user", "content": "what"}]}]
     (tmp_path / "said.jsonl").write_text("".join(json.dumps(record) + "\n" for record in said))
-    words = [f"data.conversations={tmp_path / 'said.jsonl'}", "--json", tmp_path / "doctor.json"]
+    words = [f"data.conversations={tmp_path / 'said.jsonl'}", "data.on_bad_rows=skip"]
+    words += ["--json", tmp_path / "doctor.json"]
     code, out, error = command("doctor", recipe, *words)
     assert code == 0, error + out
     told = json.loads((tmp_path / "doctor.json").read_text())["data"]
     assert sum(told["rows"].values()) == told["with_end"] == 60
     assert sorted(told["dropped"].values()) == [1, 1]
     assert "left out: 1, the same conversation again" in out
-    assert "left out: 1, no assistant turn" in out
+    assert "left out: 1, no turn of an assistant" in out
 
 
 @pytest.mark.parametrize("words", [["heads.kind=hydra"], ["heads.lm_head=shared"], ["heads.draft_vocab_size=0"]])

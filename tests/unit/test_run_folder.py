@@ -23,6 +23,7 @@ CHANGES = [
 ]
 # How the work is done, not what comes out of it.
 HARMLESS = {"output_dir", "backbone.device", "backbone.trust_remote_code", "data.cache_batch_tokens"}
+HARMLESS |= {"data.on_bad_rows"}  # rows that were made held none, or were counted
 HARMLESS |= {f"data.server.{field}" for field in ("urls", "concurrency", "timeout", "retries")}
 
 
