@@ -14,7 +14,6 @@ import numpy as np
 from accelerate import PartialState
 from numpy.typing import NDArray
 from tqdm import tqdm
-from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.asking import Asking
 from medusa_train.data.journal import FAILURES, ROWS, WAITING, Failure, Journal

@@ -117,7 +117,9 @@ def check_turns(messages: Sequence[Mapping[str, Any]]) -> None:
         raise BadRecord(f"more than {MAX_CHARACTERS:,} characters")
     try:
         for message in messages:
-            json.dumps(dict(message), ensure_ascii=False).encode()
+            message["content"].encode()
+            if message.keys() - {"role", "content"}:
+                json.dumps(dict(message), ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise BadRecord("half of a character (a lone surrogate)") from error
 

@@ -13,6 +13,7 @@ import typer
 import typer.core
 
 import medusa_train
+from medusa_train.data_cli import data_app
 from medusa_train.reporting import reporting_errors
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     add_completion=False,
 )
+
+app.add_typer(data_app, name="data")
 
 QUICKSTART = Path(str(files("medusa_train.recipes"))) / "quickstart.yaml"
 

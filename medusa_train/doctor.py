@@ -10,7 +10,6 @@ from __future__ import annotations
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-from medusa_train.data.chat import load_chat_tokenizer
-from medusa_train.data.rows import Row
+from medusa_train.data.chat import has_marks, load_chat_tokenizer
+from medusa_train.data.statistics import pieces_of
 from medusa_train.doctor_data import Data, find_data
 from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
@@ -106,7 +105,7 @@ def examine(recipe: Recipe) -> Report:
     stats = survey(data.rows, config, end_ids) if data.rows else None
     if stats is not None:
         report.findings += judge(stats, config, recipe.eval.num_prompts)
-        report.example = _example(data.rows, tokenizer)
+        report.example = pieces_of(next((row for row in data.rows if row.split == "train"), data.rows[0]), tokenizer)
     _tokenizer_notes(tokenizer, report)
     _report_backbone(recipe, skeleton, device, dtype, report)
     _report_heads(recipe, config, report)
@@ -153,17 +152,6 @@ def _check_folder(recipe: Recipe, report: Report) -> None:
         report.tell("error", str(error))
 
 
-def _example(rows: list[Row], tokenizer: PreTrainedTokenizerBase) -> list[tuple[str, bool]]:
-    """The first training row, decoded in pieces: prompt and template apart from what is learnt."""
-    row = next((row for row in rows if row.split == "train"), rows[0])
-    edges = sorted({0, len(row.input_ids), *(edge for span in row.spans for edge in span)})
-    learnt = {start for start, _ in row.spans}
-    return [
-        (tokenizer.decode(row.input_ids[start:end], skip_special_tokens=False), start in learnt)
-        for start, end in pairwise(edges)
-    ]
-
-
 def _tokenizer_notes(tokenizer: PreTrainedTokenizerBase, report: Report) -> None:
     if tokenizer.pad_token_id is not None and tokenizer.pad_token_id == tokenizer.eos_token_id:
         report.tell(
@@ -171,8 +159,7 @@ def _tokenizer_notes(tokenizer: PreTrainedTokenizerBase, report: Report) -> None
             f"the padding token is the end token ({tokenizer.eos_token}); harmless here, masks come from lengths and "
             "spans and not from token values",
         )
-    template = tokenizer.chat_template
-    if "generation %}" not in (template if isinstance(template, str) else str(template)):
+    if not has_marks(tokenizer):
         report.tell(
             "note",
             "the chat template has no {% generation %} marks; the loss mask is found by rendering each conversation "

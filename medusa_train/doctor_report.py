@@ -9,9 +9,9 @@ from rich.table import Table
 from rich.text import Text
 
 from medusa_train.doctor import Report
+from medusa_train.row_text import row_text
 
 STYLES = {"error": "bold red", "warning": "yellow", "note": "dim"}
-LONGEST_PIECE = 600  # characters of one piece of the example that are shown
 
 
 def show(report: Report) -> None:
@@ -29,32 +29,12 @@ def show(report: Report) -> None:
         in_colour = console.is_terminal and not console.no_color
         legend = "green is learnt" if in_colour else "[[ ]] is learnt"
         console.print(Text(f"\na training row ({legend})", style="bold"))
-        console.print(example_text(report.example, in_colour), soft_wrap=True)
+        console.print(row_text(report.example, in_colour), soft_wrap=True)
     console.print()
     for finding in report.findings:
         console.print(Text(f"{finding.level}: ", style=STYLES[finding.level]) + Text(finding.message), soft_wrap=True)
     if not any(finding.level in ("error", "warning") for finding in report.findings):
         console.print("nothing looks wrong")
-
-
-def example_text(pieces: list[tuple[str, bool]], in_colour: bool) -> Text:
-    """A row with what is learnt in green, or between double brackets; long pieces lose their middle."""
-    text = Text()
-    for piece, learnt in pieces:
-        shown = _printable(piece)
-        if len(shown) > LONGEST_PIECE:
-            half = LONGEST_PIECE // 2
-            shown = f"{shown[:half]} … {shown[-half:]}"
-        if in_colour:
-            text.append(shown, style="green" if learnt else "dim")
-        else:
-            text.append(f"[[{shown}]]" if learnt else shown)
-    return text
-
-
-def _printable(text: str) -> str:
-    """Text from a data set must not steer the terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def size(count: float) -> str:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.data.rows import SPLITS, Row, Split
+from medusa_train.data.statistics import LOOP_SHARE, learnt_ids, repeated_share
 from medusa_train.inference.checkpoint import expected_shapes
 from medusa_train.inference.heads import HeadsConfig
 
@@ -25,8 +26,6 @@ KEPT_CHECKPOINTS = 3  # two that stay and the one being written
 MIN_COVERAGE = 0.95  # the head vocabulary that this project measured as hardly worse covers 96 %
 MAX_CUT_SHARE = 0.5
 MAX_SHORT_SHARE = 0.1
-LOOP_NGRAM = 4
-LOOP_SHARE = 0.3  # repeated 4-grams in one answer; ordinary text of a few hundred tokens stays below 0.1
 MAX_LOOPING_SHARE = 0.1
 MAX_DUPLICATE_SHARE = 0.02
 MIN_SPLIT_ROWS = 20
@@ -174,17 +173,6 @@ def survey(rows: Sequence[Row], config: HeadsConfig, end_ids: Collection[int]) -
         duplicates=duplicates,
         wholly_learnt=sum(row.learnt_tokens == len(row.input_ids) for row in rows),
     )
-
-
-def learnt_ids(row: Row) -> tuple[int, ...]:
-    """The ids of a row that carry loss."""
-    return tuple(token for start, end in row.spans for token in row.input_ids[start:end])
-
-
-def repeated_share(ids: Sequence[int], size: int = LOOP_NGRAM) -> float:
-    """Share of n-grams that stood before in the same text: 0 without repetition, near 1 in a loop."""
-    grams = [tuple(ids[i : i + size]) for i in range(len(ids) - size + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
 
 
 def judge(stats: RowStatistics, config: HeadsConfig, eval_prompts: int) -> list[Finding]:

@@ -9,8 +9,8 @@ from transformers import AutoConfig
 
 from conftest import assert_refused
 from medusa_train.data.rows import Row, append_jsonl
-from medusa_train.doctor_report import example_text
 from medusa_train.recipe import load_recipe
+from medusa_train.row_text import row_text
 from medusa_train.run_folder import RunFolder
 
 
@@ -199,8 +199,8 @@ def test_a_backbone_that_a_tree_cannot_serve_is_told(command, recipe, tiny_chat_
 
 def test_a_row_is_coloured_or_bracketed_and_cannot_steer_the_terminal():
     pieces = [("user\x1b[2J\n", False), ("yes", True), ("\n", False)]
-    assert example_text(pieces, in_colour=False).plain == "user\N{REPLACEMENT CHARACTER}[2J\n[[yes]]\n"
-    coloured = example_text(pieces, in_colour=True)
+    assert row_text(pieces, in_colour=False).plain == "user\N{REPLACEMENT CHARACTER}[2J\n[[yes]]\n"
+    coloured = row_text(pieces, in_colour=True)
     assert coloured.plain == "user\N{REPLACEMENT CHARACTER}[2J\nyes\n"
     green = [coloured.plain[span.start : span.end] for span in coloured.spans if span.style == "green"]
     assert green == ["yes"]

@@ -12,6 +12,7 @@ from conftest import make_llama
 from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
 from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
 from medusa_train.data.rows import Row
+from medusa_train.data.statistics import repeated_share
 from medusa_train.inference import HeadsConfig, MedusaHeads
 from medusa_train.inference.backbone import Backbone
 from medusa_train.preflight import (
@@ -20,7 +21,6 @@ from medusa_train.preflight import (
     count_parameters,
     judge,
     optimizer_steps,
-    repeated_share,
     survey,
     training_memory,
 )

@@ -1,0 +1,39 @@
+"""``medusa-train data``: looking at data and publishing it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+data_app = typer.Typer(help="Look at data, and publish it.", no_args_is_help=True)
+
+
+@data_app.command()
+def inspect(
+    target: Annotated[str, typer.Argument(help="Run folder, recipe, rows.jsonl, or a file or data set of chats.")],
+    backbone: Annotated[
+        str | None, typer.Option("--backbone", help="Whose tokenizer and chat template; a run's rows know theirs.")
+    ] = None,
+    rows: Annotated[int, typer.Option("--rows", min=0, help="Rows to print, with what is learnt in colour.")] = 3,
+    self_consistency: Annotated[
+        int, typer.Option("--self-consistency", min=0, help="Rows to compare with the backbone's greedy choices.")
+    ] = 0,
+    split: Annotated[str, typer.Option("--split", help="Split of a data set.")] = "train",
+    html: Annotated[Path | None, typer.Option("--html", help="Page to write.")] = None,
+) -> None:
+    """Say what is in a data set, and show exactly what will be learnt."""
+    from medusa_train.inference.errors import UserError
+
+    if html and html.is_dir():
+        raise UserError(f"--html {html} is a folder; name a file")
+    from medusa_train.inspection import find_dataset, show, write_page
+    from medusa_train.inspection import inspect as look
+
+    dataset = find_dataset(target, backbone, split)
+    summary, consistency = look(dataset, rows, self_consistency)
+    show(dataset, summary, consistency, rows)
+    if html:
+        write_page(html, dataset, summary, consistency, rows)
+        typer.echo(f"page: {html}")
