@@ -26,6 +26,7 @@ from transformers import (
 from medusa_train.data.chat import has_marks, load_chat_tokenizer
 from medusa_train.data.statistics import pieces_of
 from medusa_train.doctor_data import Data, find_data
+from medusa_train.estimate import heads_config, training_positions, weight_bytes, written_tokens
 from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
 from medusa_train.inference.errors import UserError
@@ -90,9 +91,7 @@ def examine(recipe: Recipe) -> Report:
     if tokenizer.eos_token_id is not None:
         end_ids = end_ids | {int(tokenizer.eos_token_id)}
     output = skeleton.get_output_embeddings()
-    # Recipe and config give the shape of heads the same names.
-    chosen = {name: value for name, value in recipe.heads if name in HeadsConfig.__dataclass_fields__}
-    config = HeadsConfig(hidden_size=output.in_features, vocab_size=output.out_features, **chosen)
+    config = heads_config(recipe, output.in_features, output.out_features)
     check_embeddings(config, Backbone(skeleton, section.source, ()))
 
     _check_folder(recipe, report)
@@ -170,8 +169,7 @@ def _tokenizer_notes(tokenizer: PreTrainedTokenizerBase, report: Report) -> None
 def _report_backbone(recipe: Recipe, skeleton: Any, device: torch.device, dtype: torch.dtype, report: Report) -> None:
     section = recipe.backbone
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
-    width = {"8bit": 1.0, "4bit": 0.5}.get(section.quantization or "", float(dtype.itemsize))
-    needed, available = int(parameters * width), available_memory(device)
+    needed, available = weight_bytes(parameters, section.quantization, dtype), available_memory(device)
     report.figures["backbone"] = {
         "source": section.source,
         "class": type(skeleton).__name__,
@@ -247,10 +245,8 @@ def _report_data(recipe: Recipe, data: Data, stats: RowStatistics | None, report
         return {"cached": cached, "training": stats.training_positions}
     if data.prompts is None:
         return {"cached": None, "training": None}
-    longest = data.prompts * section.max_new_tokens
-    if section.answer_tokens is not None:
-        longest = min(longest, section.answer_tokens + section.batch_size * section.max_new_tokens)
-    training = int(longest * (1 - section.calibration_share - section.heldout_share))
+    longest = written_tokens(section, data.prompts)
+    training = training_positions(section, longest)
     figures |= {"prompts": data.prompts, "positions_at_most": longest, "training_positions_at_most": training}
     report.tell("note", "no rows yet: lengths, coverage, endings and loops are judged once distill has written some")
     return {"cached": longest, "training": training}

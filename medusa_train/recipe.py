@@ -267,7 +267,7 @@ class LoraSection(_Section):
     warmup_steps: float = Field(0.2, ge=0)
     """Steps of heads alone, before; below 1: a share of all steps."""
     ramp: Literal["sine", "linear"] = "sine"
-    """How λ rises to training.loss_scale after them, up to the last step."""
+    """How λ rises to training.loss_scale after them, up to the last step: sine or linear."""
 
 
 class InferenceSection(_Section):
@@ -277,7 +277,7 @@ class InferenceSection(_Section):
     """Compile the step: a minute or more at first, then faster passes, for plain decoding alike."""
 
     tree: list[list[int]] | None = None
-    """Rank paths, or the path of a tree.json, to use as they are; null chooses the tree by measurement."""
+    """Rank paths such as `[[0], [0, 0], [1]]`, or the path of a tree.json; null: chosen by measurement."""
     tree_sizes: list[int] = Field([1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
     """Tokens per pass to try, root included."""
     max_rank: int = Field(10, ge=1)
@@ -317,12 +317,13 @@ class Recipe(_Section):
     data: DataSection = DataSection()
     training: TrainingSection = TrainingSection()
     lora: LoraSection | None = None
-    """Train the backbone too; null trains heads alone."""
+    """Null: no adapter, the heads are trained alone."""
     inference: InferenceSection = InferenceSection()
     eval: EvalSection = EvalSection()
     output_dir: str
-    """The run's folder."""
+    """The run's folder (`--out`)."""
     seed: int = 0
+    """Seed of prompts, training and draws (`--seed`)."""
 
     @model_validator(mode="after")
     def _check_tree(self) -> Recipe:
