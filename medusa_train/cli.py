@@ -13,7 +13,7 @@ import typer
 import typer.core
 
 import medusa_train
-from medusa_train.data_cli import data_app
+from medusa_train import data_cli, recipe_cli
 from medusa_train.reporting import reporting_errors
 
 if TYPE_CHECKING:
@@ -36,7 +36,8 @@ app = typer.Typer(
     add_completion=False,
 )
 
-app.add_typer(data_app, name="data")
+app.add_typer(data_cli.app, name="data")
+app.add_typer(recipe_cli.app, name="recipe")
 
 QUICKSTART = Path(str(files("medusa_train.recipes"))) / "quickstart.yaml"
 

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-data_app = typer.Typer(help="Look at data, and publish it.", no_args_is_help=True)
+app = typer.Typer(help="Look at data, and publish it.", no_args_is_help=True)
 
 
-@data_app.command()
+@app.command()
 def inspect(
     target: Annotated[str, typer.Argument(help="Run folder, recipe, rows.jsonl, or a file or data set of chats.")],
     backbone: Annotated[
