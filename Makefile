@@ -43,7 +43,7 @@ check: $(STAMP)-dev
 	cd build/check && $(BIN)/lint-imports --config ../../pyproject.toml
 
 docs: check
-	$(BIN)/mkdocs build --quiet --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
 
 $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)

@@ -52,7 +52,7 @@ def _table(estimates: dict[Path, Needs]) -> str:
         expected = EXPECTED.search(path.read_text(encoding="utf-8"))
         memory = max(need.distill_bytes, need.train_bytes)
         rows.append(
-            f"| [{path.parent.name}/{path.stem}]({path.parent.name}/{path.name}) | {_gigabytes(memory)}"
+            f"| `{path.relative_to(ROOT)}` | {_gigabytes(memory)}"
             f"{' and more' if need.activations else ''} | {_gigabytes(need.disk_bytes)} | {_hours(need)} | "
             f"{expected.group(1).rstrip('.') if expected else ''} |\n"
         )
