@@ -47,12 +47,12 @@ def _line(need: Needs) -> str:
 
 
 def _table(estimates: dict[Path, Needs]) -> str:
-    rows = ["| recipe | GPU memory | disk, up to | one A100, about | expected |\n|---|---|---|---|---|\n"]
+    rows = ["| folder | file | GPU memory | disk, up to | one A100, about | expected |\n|---|---|---|---|---|---|\n"]
     for path, need in estimates.items():
         expected = EXPECTED.search(path.read_text(encoding="utf-8"))
         memory = max(need.distill_bytes, need.train_bytes)
         rows.append(
-            f"| `{path.relative_to(ROOT)}` | {_gigabytes(memory)}"
+            f"| {path.parent.name} | {path.stem} | {_gigabytes(memory)}"
             f"{' and more' if need.activations else ''} | {_gigabytes(need.disk_bytes)} | {_hours(need)} | "
             f"{expected.group(1).rstrip('.') if expected else ''} |\n"
         )
