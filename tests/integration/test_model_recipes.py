@@ -78,7 +78,7 @@ def test_two_steps_of_training(path, tiny_backbone, prompts, tmp_path):
         path,
         [
             f"output_dir={tmp_path}", f"backbone.source={tiny_backbone(real.backbone.source)}",
-            "backbone.dtype=float32", "backbone.device=cpu",
+            "backbone.dtype=float32", "backbone.device=cpu", "backbone.quantization=null",
             f"backbone.chat_template={RECIPES.parent / template if template else 'null'}",
             f"heads.draft_vocab_size={64 if real.heads.draft_vocab_size else 0}",
             f"data.prompts={prompts}", "data.num_prompts=null", "data.max_new_tokens=8", "data.batch_size=16",
