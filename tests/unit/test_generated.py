@@ -2,8 +2,12 @@
 
 import runpy
 from pathlib import Path
+from typing import Literal
 
 import pytest
+from pydantic import BaseModel, ConfigDict
+
+from medusa_train.recipe_reference import keys_markdown
 
 ROOT = Path(__file__).parents[2]
 GENERATED = runpy.run_path(str(ROOT / "scripts" / "write_generated.py"))["generated"]()
@@ -31,3 +35,51 @@ def test_what_a_recipe_expects_says_where_it_is_from():
         if path.parent.name != "accelerate":
             expected = next(line for line in path.read_text().splitlines() if line.startswith("# Expected: "))
             assert any(word in expected for word in ("(measured", "(published elsewhere", "not measured")), path
+
+
+class _Documented(BaseModel):
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Entry(_Documented):
+    """One of several."""
+
+    path: str
+    """Where it is."""
+
+
+class Inner(_Documented):
+    """Inside."""
+
+    way: Literal["up", "down"] = "up"
+    """Where to."""
+
+
+class Outer(_Documented):
+    """Outside."""
+
+    inner: Inner = Inner()
+    several: str | list[Entry] | None = None
+    """Some."""
+
+
+class Whole(_Documented):
+    outer: Outer = Outer()
+    seed: int = 0
+    """Of draws."""
+
+
+def test_sections_inside_sections_and_entries_of_lists_have_tables_of_their_own(monkeypatch):
+    monkeypatch.setattr("medusa_train.recipe_reference.Recipe", Whole)
+    text = keys_markdown()
+    for line in (
+        "### outer\n\nOutside.",
+        "| `outer.several` | null | Some. |",
+        "### outer.inner\n\nInside.",
+        "| `outer.inner.way` | up | Where to. One of up, down. |",
+        "### Entries of `outer.several`\n\nOne of several.",
+        "| `path` | required | Where it is. |",
+        "| `seed` | 0 | Of draws. |",
+    ):
+        assert line in text
+    assert "`outer.inner` |" not in text

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import yaml
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from conftest import assert_refused
@@ -38,9 +38,11 @@ def test_a_model_of_any_size_gets_a_recipe_that_loads(shape, kind):
 
 
 @settings(max_examples=25)
+@example("a folder with spaces " * 9)
 @given(st.text(min_size=1))
 def test_any_source_is_written_as_it_is(source):
     assert written(source, {})["backbone"]["source"] == source
+    assert recipe_text(source, {}, []).count("\n") == recipe_text("m", {}, []).count("\n")  # never folded
 
 
 def test_without_a_choice_every_value_is_the_default():
