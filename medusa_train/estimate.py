@@ -1,7 +1,7 @@
 """What a recipe will need, from sizes alone: no weights, no rows, no device.
 
 `doctor` looks at this machine and its data; this is for choosing a machine beforehand. Figures that depend on how long
-answers become are upper bounds. Times rest on the three shares below and are good to a factor of about two.
+answers become are upper bounds. Times are rough: they rest on the assumptions below, which no run has checked.
 """
 
 from __future__ import annotations
