@@ -7,8 +7,8 @@ a round that is not counted. A run's clock starts when its first tokens are ther
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,56 +17,37 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.chat import render_prompt
-from medusa_train.data.prompts import load_records, prompt_of
+from medusa_train.eval.arms import (
+    ARMS,
+    BATCH_OF_ONE,
+    DRAFTERS,
+    LOOKUP_TOKENS,
+    NEED_DRAFT_MODEL,
+    make_decoder,
+)
 from medusa_train.eval.lossless import first_divergence
+from medusa_train.eval.questions import Question
 from medusa_train.eval.simulate import PARTS, part_seconds
 from medusa_train.eval.speed import (
-    Decoder,
     Run,
     Runs,
     Spread,
     decode_speed,
-    drafter_decoder,
-    generate_decoder,
     measure,
     speedup,
     total,
 )
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.draft_model import DraftModelDrafter
-from medusa_train.inference.drafters import Drafter, NoDrafter
+from medusa_train.inference.drafters import Drafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
-from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.stopping import Stopping
 from medusa_train.inference.verify import verify_greedy
 
 COMPILED = "+compiled"  # ending of an arm's name whose steps are compiled
-GPU_PART_TOKENS = 64  # budget of the run that times parts on a GPU
-LOOKUP_TOKENS = 8  # copied tokens of every arm that looks up, transformers' included
-
-# Arm -> its drafter, made from the model with heads and the small model (None where --draft-model is not given).
-DRAFTERS: dict[str, Callable[[MedusaModel, Backbone | None], Drafter]] = {
-    "plain": lambda model, small: NoDrafter(),
-    "medusa": lambda model, small: model.medusa_drafter(model.tree),
-    "adaptive": lambda model, small: model.adaptive_drafter(),
-    "lookup": lambda model, small: PromptLookupDrafter(LOOKUP_TOKENS),
-    "medusa-lookup": lambda model, small: MedusaLookupDrafter(
-        model.medusa_drafter(model.tree), PromptLookupDrafter(LOOKUP_TOKENS)
-    ),
-    "draft-model": lambda model, small: DraftModelDrafter(_given(small), model.backbone),
-}
-# Arm -> keywords of transformers' generate.
-GENERATE: dict[str, Callable[[Backbone | None], dict[str, Any]]] = {
-    "generate": lambda small: {},
-    "generate-lookup": lambda small: {"prompt_lookup_num_tokens": LOOKUP_TOKENS},
-    "generate-assisted": lambda small: {"assistant_model": _given(small).model},
-}
-ARMS = (*GENERATE, *DRAFTERS)
 COMPILED_ARMS = tuple(arm + COMPILED for arm in DRAFTERS)
-NEED_DRAFT_MODEL = ("generate-assisted", "draft-model")
-BATCH_OF_ONE = ("generate-lookup", "generate-assisted")  # transformers' own limit
+GPU_PART_TOKENS = 64  # budget of the run that times parts on a GPU
 
 DEFINITIONS = {
     "tokens_per_second": "decode tokens/s: tokens after the first ones / time from the first ones to the last, all "
@@ -86,16 +67,9 @@ DEFINITIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Question:
-    """A prompt as token ids ``(T,)``, and the kind that its file says it is of ("" if it does not)."""
-
-    input_ids: Tensor
-    category: str
-
-
 def bench(
     model: MedusaModel,
+    tokenizer: PreTrainedTokenizerBase,
     questions: Sequence[Question],
     draft_model: Backbone | None,
     arms: Sequence[str],
@@ -103,15 +77,18 @@ def bench(
     max_new_tokens: int,
     repeats: int,
 ) -> dict[str, Any]:
-    """Decode the questions in every way and put the figures together; see ``DEFINITIONS``.
+    """Decode the questions' first turns in every way and put the figures together; see ``DEFINITIONS``.
 
     Raises:
         UserError: a question does not fit the model's context, there are too few for a batch, or nothing was decoded.
     """
-    _check_questions(model.backbone, questions, batch_sizes, max_new_tokens)
+    prompts = [torch.tensor(render_prompt(tokenizer, question.messages)) for question in questions]
+    _check_prompts(model.backbone, prompts, batch_sizes, max_new_tokens)
     models = {False: model, True: model.compiled()}  # one backbone, the same heads
-    decoders = {arm: _decoder(models, draft_model, arm) for arm in arms}
-    batches = {size: _full_batches([question.input_ids for question in questions], size) for size in batch_sizes}
+    decoders = {
+        arm: make_decoder(arm.removesuffix(COMPILED), models[arm.endswith(COMPILED)], draft_model) for arm in arms
+    }
+    batches = {size: _full_batches(prompts, size) for size in batch_sizes}
     runs = measure(decoders, batches, max_new_tokens, repeats, BATCH_OF_ONE, COMPILED_ARMS)
     rows = []
     for (size, arm), found in runs.items():
@@ -139,7 +116,7 @@ def bench(
             "device": str(model.backbone.device),
             "temperature": 0,
             "prompts": len(questions),
-            "prompt_tokens": [len(question.input_ids) for question in questions],
+            "prompt_tokens": [len(prompt) for prompt in prompts],
             "max_new_tokens": max_new_tokens,
             "repeats": repeats,
             "batch_sizes": list(batch_sizes),
@@ -152,28 +129,6 @@ def bench(
         "rows": rows,
         "categories": _by_category(questions, {arm: runs[1, arm] for arm in arms if (1, arm) in runs}),
     }
-
-
-def load_questions(path: Path, tokenizer: PreTrainedTokenizerBase, limit: int | None) -> list[Question]:
-    """The first prompts of a JSON-lines file, rendered with the chat template.
-
-    A record holds ``prompt``, ``messages`` (a final assistant turn is dropped) or, as Spec-Bench's, ``turns`` (the
-    first is used); ``category`` is optional.
-
-    Raises:
-        UserError: no such file, a record without these, or no record at all.
-    """
-    check_prompts_file(path)
-    questions = []
-    for number, record in enumerate(load_records(str(path), "train"), start=1):
-        messages = prompt_of(record, str(path))
-        if not messages:
-            raise UserError(f"prompts {path}: record {number} needs 'prompt', 'messages' or 'turns' with some text")
-        ids = render_prompt(tokenizer, messages)
-        questions.append(Question(torch.tensor(ids), str(record.get("category") or "")))
-        if len(questions) == limit:
-            break
-    return questions
 
 
 def check_prompts_file(path: Path) -> None:
@@ -234,35 +189,21 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
         raise UserError(f"{option} {name!r} is unknown; {hint}")
 
 
-def _decoder(models: Mapping[bool, MedusaModel], draft_model: Backbone | None, arm: str) -> Decoder:
-    name, compiled = arm.removesuffix(COMPILED), arm.endswith(COMPILED)
-    model = models[compiled]
-    if name in GENERATE:
-        return generate_decoder(model.backbone, GENERATE[name](draft_model))
-    return drafter_decoder(model, DRAFTERS[name](model, draft_model))
-
-
 def _full_batches(prompts: Sequence[Tensor], size: int) -> list[Sequence[Tensor]]:
     return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
 
 
-def _check_questions(
-    backbone: Backbone, questions: Sequence[Question], batch_sizes: Sequence[int], max_new_tokens: int
+def _check_prompts(
+    backbone: Backbone, prompts: Sequence[Tensor], batch_sizes: Sequence[int], max_new_tokens: int
 ) -> None:
-    if (largest := max(batch_sizes)) > len(questions):
-        raise UserError(f"a batch of {largest} needs as many prompts, there are {len(questions)}; give more prompts")
-    longest = max(len(question.input_ids) for question in questions)
+    if (largest := max(batch_sizes)) > len(prompts):
+        raise UserError(f"a batch of {largest} needs as many prompts, there are {len(prompts)}; give more prompts")
+    longest = max(map(len, prompts))
     if backbone.max_positions is not None and longest + max_new_tokens > backbone.max_positions:
         raise UserError(
             f"the longest prompt has {longest} tokens; with --max-new-tokens {max_new_tokens} that exceeds the "
             f"backbone's {backbone.max_positions}; lower it or shorten the prompt"
         )
-
-
-def _given(small: Backbone | None) -> Backbone:
-    if small is None:
-        raise UserError("this arm needs a small model of the same tokenizer; add --draft-model")
-    return small
 
 
 # Figures

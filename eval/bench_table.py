@@ -9,17 +9,20 @@ from typing import Any
 def bench_table(result: dict[str, Any]) -> str:
     """The figures of `bench` for people."""
     setting = result["setting"]
+    compiled = any(row["over_plain+compiled"] for row in result["rows"])
+    against = ["generate", "plain", *(["plain+compiled"] if compiled else [])]
     lines = [
         f"{setting['backbone']}, {setting['dtype']} on {setting['device']}, greedy, {setting['prompts']} prompts, "
         f"{setting['max_new_tokens']} tokens, {setting['repeats']} repeats: median [min..max]",
-        f"{'arm':<23} {'batch':>5}  {'decode tokens/s':<21} {'tokens/step':>11}  {'x generate':<19} {'x plain':<19} "
-        f"{'x plain+compiled':<19} {'ms/pass':>8} {'outside':>8} {'identical':>9}",
+        f"{'arm':<23} {'batch':>5}  {'decode tokens/s':<21} {'tokens/step':>11}  "
+        + "".join(f"{'x ' + base:<20}" for base in against)
+        + f"{'ms/pass':>8} {'outside':>8} {'identical':>9}",
     ]
     lines += [
         f"{row['arm']:<23} {row['batch_size']:>5}  {_spread(row['tokens_per_second'], 1):<21} "
-        f"{_number(row['tokens_per_step']):>11}  {_spread(row['over_generate'], 2):<19} "
-        f"{_spread(row['over_plain'], 2):<19} {_spread(row['over_plain+compiled'], 2):<19} "
-        f"{row['ms_per_pass']['median']:>8.2f} "
+        f"{_number(row['tokens_per_step']):>11}  "
+        + "".join(f"{_spread(row[f'over_{base}'], 2):<20}" for base in against)
+        + f"{row['ms_per_pass']['median']:>8.2f} "
         f"{_percent(row['outside_forward']):>8} {_percent(row['identical_to_plain']):>9}"
         for row in sorted(result["rows"], key=lambda row: row["batch_size"])
     ]

@@ -11,10 +11,7 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
-
-from medusa_train.inference.errors import UserError
 
 Verdict = Literal["better", "worse", "within noise", ""]
 STANDARD_ERRORS = 2.0
@@ -76,24 +73,6 @@ def mean_of_histogram(histogram: Mapping[str, int]) -> Measured:
     variance = sum(count * (int(size) - mean) ** 2 for size, count in histogram.items()) / steps
     margin = STANDARD_ERRORS * math.sqrt(variance / steps)
     return Measured(mean, mean - margin, mean + margin)
-
-
-def read_report(path: Path) -> dict[str, Any]:
-    """A run's ``report.json``, named by its folder or itself.
-
-    Raises:
-        UserError: it is not there, or not a report of ``medusa-train eval``.
-    """
-    file = path / "report.json" if path.is_dir() else path
-    try:
-        report: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise UserError(f"{file}: {error.strerror}; name a run's folder or its report.json") from error
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not JSON ({error}); run medusa-train eval again") from error
-    if not isinstance(report, dict) or not {"setting", "acceptance", "speed", "made"} <= report.keys():
-        raise UserError(f"{file} is not a report of medusa-train eval")
-    return report
 
 
 def comparison_text(settings: list[str], figures: list[Comparison]) -> str:

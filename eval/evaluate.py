@@ -1,78 +1,127 @@
-"""One evaluation: everything that a report states, measured on held-out prompts.
+"""One evaluation: everything that a report states, measured on held-out prompts or a benchmark.
 
 What each figure means is part of the result, so that a number never travels without its definition.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Sequence
-from dataclasses import asdict
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
-from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from medusa_train.data.hidden_states import Shard
+from medusa_train.data.hidden_states import Shard, shard_of
+from medusa_train.data.rows import Row
 from medusa_train.eval.acceptance import recall, replay, token_ranks
-from medusa_train.eval.lossless import first_divergence
-from medusa_train.eval.speed import (
-    Run,
-    Spread,
-    decode_speed,
-    drafter_decoder,
-    generate_decoder,
-    mean_prompt_speedup,
-    measure,
+from medusa_train.eval.answers import Answer, AnswerFile, Answers, Ask, collect, fits, local_ask, prompt_ids
+from medusa_train.eval.arms import NEED_DRAFT_MODEL, SERVER, make_decoder
+from medusa_train.eval.cost import bytes_read
+from medusa_train.eval.figures import (
+    acceptance,
+    categories,
+    part_shares,
+    ratio,
+    speed_row,
     speedup,
+    step_model,
+    step_seconds,
     total,
+    warnings,
 )
-from medusa_train.inference.drafters import NoDrafter
+from medusa_train.eval.lossless import compare_outputs
+from medusa_train.eval.questions import Question
+from medusa_train.eval.server import Server
+from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
-from medusa_train.inference.stats import DecodeStats
+from medusa_train.inference.tree import Tree
+
+SCHEMA = 2  # of report.json; grows when a key changes its meaning or goes
+PASS_TOKENS = 2048  # padded tokens of one pass when answers are read again
 
 DEFINITIONS = {
-    "tokens_per_step": "tokens emitted by steps / steps; a step is one backbone pass after prefill, the bonus token "
-    "counts, prefill's token does not, a block cut by the budget or an end token counts what was emitted; plain = 1",
+    "tokens_per_step": "tokens emitted by steps / steps, all prompts together; a step is one backbone pass after "
+    "prefill, the bonus token counts, prefill's token does not, a block cut by the budget or an end token counts what "
+    "was emitted; plain = 1",
     "accepted_drafts_per_step": "tokens_per_step - 1",
-    "speedup": "decode tokens/s of medusa / decode tokens/s of the baseline, repeat by repeat: all tokens / all time "
-    "from the first token to the last; prefill and warm-up are not in it",
-    "mean_prompt_speedup": "the ratio of per-prompt mean speeds, as Spec-Bench states it",
-    "overhead": "seconds per medusa step / seconds per plain step",
+    "accepted_at_depth": "share of all steps that accepted at least so many drafts; given_parent: of the steps that "
+    "accepted one less",
+    "accepted_per_drafted_node": "accepted drafts / drafted nodes of the tree; for a tree this is not an acceptance "
+    "rate, since only one path can be accepted",
+    "speedup": "decode tokens/s of an arm / decode tokens/s of the baseline: all tokens / all time from the first "
+    "token to the last, prefill and warm-up not in it; median over repeats, each a ratio of runs that took turns",
+    "interval": "95 % percentile interval of the speedup, prompts drawn anew in pairs 2,000 times",
+    "mean_prompt_speedup": "mean over prompts of tokens/s, over the same mean of the baseline: what Spec-Bench states",
+    "overhead": "seconds per medusa step / seconds per plain step; in the model, as timed when the tree was chosen",
+    "modelled speedup": "tokens per step / overhead",
+    "simulated": "greedy decoding replayed on the backbone's states along its own answers to these prompts",
     "replay": "greedy decoding replayed on cached held-out answers: what the heads' ranks give this tree",
+    "recall": "share of tokens among a head's best 1, 5 and 10, on the backbone's own greedy text",
 }
 
 
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured.
+
+    Attributes:
+        asked: where the questions are from, for people.
+        arms: names; see `arms`.
+        load_draft_model: a small model for the arms that use one; None where none is given.
+        server: for the arm ``openai``.
+        step_seconds: tokens per pass -> seconds of a step, timed when the tree was chosen.
+        compared: the chosen tree beside others, as the tree stage wrote them.
+    """
+
+    questions: Sequence[Question]
+    asked: str
+    arms: Sequence[str]
+    max_new_tokens: int
+    repeats: int
+    load_draft_model: Callable[[], Backbone | None]
+    server: Server | None
+    step_seconds: dict[int, float]
+    compared: Sequence[dict[str, Any]]
+
+
 def evaluate(
-    model: MedusaModel,
-    tokenizer: PreTrainedTokenizerBase,
-    prompts: Sequence[Tensor],
-    questions: Sequence[str],
-    heldout: Sequence[Shard],
-    max_new_tokens: int,
-    repeats: int,
+    model: MedusaModel, tokenizer: PreTrainedTokenizerBase, heldout: Sequence[Shard], plan: Plan, kept: AnswerFile
 ) -> dict[str, Any]:
-    """Decode the prompts in every way and put the figures together; see ``DEFINITIONS``.
+    """Ask every question of every arm and put the figures together; see ``DEFINITIONS``.
 
     Args:
-        prompts: token ids ``(T,)`` of held-out prompts.
-        questions: the same prompts as a person would read them.
-        heldout: cached answers to the held-out prompts, for recall and replay.
+        heldout: cached answers to the run's held-out prompts, for recall and replay.
+        kept: answers of an evaluation that was killed, and of this one.
+
+    Raises:
+        UserError: no question fits the backbone's context, or every answer ends with its first token.
     """
+    started = time.perf_counter()
+    room = [fits(prompt_ids(question, tokenizer), plan.max_new_tokens, model.backbone) for question in plan.questions]
+    questions = [question for question, enough in zip(plan.questions, room, strict=True) if enough]
+    if not questions:
+        raise UserError(
+            f"no prompt of {plan.asked} leaves room for eval.max_new_tokens={plan.max_new_tokens} within the "
+            f"backbone's {model.backbone.max_positions} positions; lower it or ask something shorter"
+        )
+    asks, refused = _asks(model, tokenizer, plan)
+    compiled = [arm for arm in asks if model.step.compiled and not arm.startswith(("generate", SERVER))]
+    collected = collect(asks, questions, plan.max_new_tokens, plan.repeats, kept, ("medusa",), compiled)
+    answers = collected.answers
+    bases: dict[str, Answers | None] = {"generate": answers.get("generate"), "plain": answers.get("plain")}
+    medusa, plain = answers["medusa"], bases["plain"]
+    accepted = acceptance(medusa[0], model.tree.depth, model.tree.size)
     ranks = token_ranks(model, heldout)
-    decoders = {
-        "generate": generate_decoder(model.backbone, {}),
-        "plain": drafter_decoder(model, NoDrafter()),
-        "medusa": drafter_decoder(model, model.drafter),
-    }
-    batches = {1: [[prompt] for prompt in prompts]}
-    compiled = ("plain", "medusa") if model.step.compiled else ()
-    found = measure(decoders, batches, max_new_tokens, repeats, compiled=compiled)
-    runs = {name: found[1, name] for name in decoders}
-    stats = total(runs["medusa"][0])
     predicted = replay(ranks, model.tree)
-    plain, medusa = _step_seconds(runs["plain"]), _step_seconds(runs["medusa"])
-    return {
+    over = {name: speedup(base, medusa) if base else None for name, base in bases.items()}
+    plain_step, medusa_step = step_seconds(plain) if plain else None, step_seconds(medusa)
+    timed = plan.step_seconds
+    overhead = ratio(timed[model.tree.size], timed[1]) if {1, model.tree.size} <= timed.keys() else None
+    report: dict[str, Any] = {
+        "schema": SCHEMA,
         "definitions": DEFINITIONS,
         "verifier": "greedy: exact, the output is that of plain greedy decoding",
         "setting": {
@@ -81,116 +130,108 @@ def evaluate(
             "device": str(model.backbone.device),
             "batch_size": 1,
             "temperature": 0,
-            "prompts": len(prompts),
-            "prompt_tokens": [len(prompt) for prompt in prompts],
-            "max_new_tokens": max_new_tokens,
-            "repeats": repeats,
+            "asked": plan.asked,
+            "prompts": len(questions),
+            "left_out": len(plan.questions) - len(questions),
+            "turns": sum(len(answer.turns) for answer in medusa[0]),
+            "prompt_tokens": [len(answer.turns[0].prompt) for answer in medusa[0]],
+            "max_new_tokens": plan.max_new_tokens,
+            "repeats": plan.repeats,
             "compiled": model.step.compiled,
             "kind": model.heads.config.kind,
             "num_heads": model.heads.config.num_heads,
             "num_layers": model.heads.config.num_layers,
             "draft_vocab_size": model.heads.config.draft_vocab_size,
+            "pass_bytes": {"backbone": bytes_read(model.backbone.model), "heads": bytes_read(model.heads)},
             "tree_size": model.tree.size,
             "tree_paths": [list(path) for path in model.tree.paths if path],
         },
-        "acceptance": {
-            "tokens_per_step": stats.tokens_per_step,
-            "accepted_drafts_per_step": None if stats.tokens_per_step is None else stats.tokens_per_step - 1,
-            "steps": stats.steps,
-            "prefill_tokens": stats.prefill_tokens,
-            "emitted_by_steps": stats.step_tokens,
-            "histogram": dict(sorted(stats.histogram.items())),
-            **_by_depth(stats, model.tree.depth),
-            "accepted_per_drafted_node": _ratio(stats.step_tokens - stats.steps, stats.steps * (model.tree.size - 1)),
-        },
+        "acceptance": accepted,
+        "simulated": _simulated(model, medusa[0], accepted["tokens_per_step"]),
         "replay": {
             "tokens_per_step": predicted.tokens_per_step,
             "steps": predicted.steps,
             "answers": predicted.prefill_tokens,
         },
         "recall": {f"top{best}": recall(ranks, best) for best in (1, 5, 10)},
-        "speed": {
-            arm: {
-                "decode_tokens_per_second": asdict(Spread.of([decode_speed(repeat) for repeat in repeated])),
-                "time_to_first_token_ms": asdict(
-                    Spread.of([run.prefill_seconds * 1000 for repeat in repeated for run in repeat])
-                ),
-                "end_to_end_tokens_per_second": asdict(Spread.of([_end_to_end(repeat) for repeat in repeated])),
-            }
-            for arm, repeated in runs.items()
-        },
-        "speedup": {
-            "over_generate": asdict(speedup(runs["generate"], runs["medusa"])),
-            "over_plain": asdict(speedup(runs["plain"], runs["medusa"])),
-            "mean_prompt_over_generate": mean_prompt_speedup(runs["generate"], runs["medusa"]),
-            "mean_prompt_over_plain": mean_prompt_speedup(runs["plain"], runs["medusa"]),
-        },
-        "overhead": None if not plain or not medusa else medusa / plain,
-        "step_ms": {"plain": plain and plain * 1000, "medusa": medusa and medusa * 1000},
-        "step_time_shares": _shares(runs["medusa"]),
+        "trees": [
+            row | {"replayed": replay(ranks, Tree.from_paths(row["paths"])).tokens_per_step} for row in plan.compared
+        ],
+        "speed": {arm: speed_row(found, bases) for arm, found in answers.items()},
+        "unavailable": refused | collected.unavailable,
+        "speedup": {f"over_{name}": value for name, value in over.items()},
+        "overhead": None if not plain_step or not medusa_step else medusa_step / plain_step,
+        "model": step_model(accepted["tokens_per_step"], overhead, over["plain"]["median"] if over["plain"] else None),
+        "step_time_shares": part_shares(medusa),
         "losslessness": {
-            "over_plain": _lossless(model, prompts, runs["plain"][0], runs["medusa"][0]),
-            "over_generate": _lossless(model, prompts, runs["generate"][0], runs["medusa"][0]),
+            f"over_{name}": compare_outputs(model.backbone, base[0], medusa[0]) if base else None
+            for name, base in bases.items()
         },
-        "sample": _sample(tokenizer, questions, runs["medusa"][0]),
+        "categories": categories(questions, answers),
+        "sample": _sample(tokenizer, questions, medusa[0]),
     }
+    for arm, row in report["speed"].items():
+        same = compare_outputs(model.backbone, plain[0], answers[arm][0]) if plain and arm != SERVER else None
+        row["identical_to_plain"] = same and same["identical_share"]
+    report["warnings"] = warnings(report)
+    seconds = time.perf_counter() - started
+    report["evaluation"] = {"decoding_seconds": collected.seconds, "wall_seconds": seconds}
+    return report
 
 
-def _by_depth(stats: DecodeStats, depth: int) -> dict[str, list[float | None]]:
-    """Share of steps that accepted at least d drafts, of all steps and of those that accepted d - 1."""
-    reached = [stats.accepted_at(d) for d in range(depth + 1)]
+def _asks(model: MedusaModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) -> tuple[dict[str, Ask], dict[str, str]]:
+    """What can be asked, and why the rest cannot."""
+    asks: dict[str, Ask] = {}
+    refused: dict[str, str] = {}
+    draft_model = cache(plan.load_draft_model)
+    for arm in plan.arms:
+        try:
+            if arm == SERVER:
+                if plan.server is None:
+                    raise UserError("eval.server_url and eval.server_model are needed")
+                asks[arm] = plan.server.ask
+            else:
+                small = draft_model() if arm in NEED_DRAFT_MODEL else None
+                asks[arm] = local_ask(make_decoder(arm, model, small), model.backbone, tokenizer)
+        except UserError as error:
+            refused[arm] = str(error)
+    return asks, refused
+
+
+def _simulated(model: MedusaModel, answers: Sequence[Answer], measured: float | None) -> dict[str, Any]:
+    """What the heads' ranks along these very answers give the tree; it should be what decoding measured."""
+    rows = [
+        Row(f"{answer.question}-{number}", "heldout", [], turn.prompt + turn.ids,
+            [(len(turn.prompt), len(turn.prompt) + len(turn.ids))], "stop")
+        for answer in answers
+        for number, turn in enumerate(answer.turns)
+    ]  # fmt: skip
+    ranks = token_ranks(model, [shard_of(model.backbone, rows, PASS_TOKENS)])
+    tokens = replay(ranks, model.tree).tokens_per_step
     return {
-        "accepted_at_depth": [_ratio(reached[d], stats.steps) for d in range(1, depth + 1)],
-        "accepted_at_depth_given_parent": [_ratio(reached[d], reached[d - 1]) for d in range(1, depth + 1)],
+        "tokens_per_step": tokens,
+        "difference": tokens / measured - 1 if tokens and measured else None,
+        "recall": {f"top{best}": recall(ranks, best) for best in (1, 5, 10)},
     }
 
 
-def _ratio(part: float, whole: float) -> float | None:
-    return part / whole if whole else None
-
-
-def _end_to_end(repeat: Sequence[Run]) -> float:
-    return sum(len(run.ids[0]) for run in repeat) / sum(run.prefill_seconds + run.decode_seconds for run in repeat)
-
-
-def _step_seconds(repeats: Sequence[Sequence[Run]]) -> float | None:
-    """Median over repeats of seconds per step."""
-    per_repeat = []
-    for repeat in repeats:
-        steps = sum(run.stats.steps for run in repeat)
-        if steps:
-            per_repeat.append(sum(run.decode_seconds for run in repeat) / steps)
-    return statistics.median(per_repeat) if per_repeat else None
-
-
-def _shares(repeats: Sequence[Sequence[Run]]) -> dict[str, float | None]:
-    """Where a step's time goes."""
-    counted = total([run for repeat in repeats for run in repeat])
-    parts = ("draft", "forward", "verify", "commit")
-    return {part: _ratio(getattr(counted, f"{part}_seconds"), counted.decode_seconds) for part in parts}
-
-
-def _lossless(
-    model: MedusaModel, prompts: Sequence[Tensor], reference: Sequence[Run], ours: Sequence[Run]
+def _sample(
+    tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], answers: Sequence[Answer]
 ) -> dict[str, Any]:
-    differences = []
-    for number, (prompt, base, run) in enumerate(zip(prompts, reference, ours, strict=True)):
-        if found := first_divergence(model.backbone, prompt, run.ids[0], base.ids[0]):
-            differences.append({"prompt": number, **asdict(found)})
-    return {"identical_share": 1 - len(differences) / len(prompts), "differences": differences}
-
-
-def _sample(tokenizer: PreTrainedTokenizerBase, questions: Sequence[str], runs: Sequence[Run]) -> dict[str, Any]:
     """A typical generation among the longer half, as pieces for colouring."""
-    longer = sorted(range(len(runs)), key=lambda i: -len(runs[i].ids[0]))[: max(1, len(runs) // 2)]
+    turns = [answer.turns[0] for answer in answers]
+    speeds = [total([answer]).tokens_per_step or 0 for answer in answers]
+    longer = sorted(range(len(turns)), key=lambda i: -turns[i].tokens)[: max(1, len(turns) // 2)]
     # The middle one by tokens per step: neither the luckiest nor the unluckiest.
-    number = sorted(longer, key=lambda i: runs[i].stats.tokens_per_step or 0)[len(longer) // 2]
-    pieces = []
-    for step, (block,) in enumerate(runs[number].blocks):
-        for place, token in enumerate(block.tokens):
-            pieces.append({"text": tokenizer.decode([token]), "step": step, "drafted": place < block.drafted})
+    number = sorted(longer, key=lambda i: speeds[i])[len(longer) // 2]
+    pieces: list[dict[str, Any]] = []
+    ids = iter(turns[number].ids)
+    for step, (count, drafted) in enumerate(turns[number].blocks):
+        pieces += [
+            {"text": tokenizer.decode([next(ids)]), "step": step, "drafted": place < drafted} for place in range(count)
+        ]
     return {
-        "prompt": questions[number],
-        "tokens_per_step": runs[number].stats.tokens_per_step,
+        "prompt": questions[number].messages[-1]["content"],
+        "tokens_per_step": speeds[number],
         "pieces": pieces,
     }

@@ -7,11 +7,13 @@ turn a near-tie; the gap between the two best logits at the first difference tel
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from medusa_train.eval.answers import Answer
 from medusa_train.inference.backbone import Backbone
 
 
@@ -37,3 +39,17 @@ def first_divergence(
         logits = backbone.logits(backbone.hidden_states(text[None].to(backbone.device))[0, -1]).float()
     best = logits.topk(2).values
     return Divergence(index, float(best[0] - best[1]))
+
+
+def compare_outputs(backbone: Backbone, reference: Sequence[Answer], ours: Sequence[Answer]) -> dict[str, Any]:
+    """Share of prompts whose answers are equal token for token, and where the others part first.
+
+    Of a conversation, the turns after a difference answer other questions and are not looked at.
+    """
+    differences = []
+    for number, (base, answer) in enumerate(zip(reference, ours, strict=True)):
+        for turn, (theirs, own) in enumerate(zip(base.turns, answer.turns, strict=False)):
+            if found := first_divergence(backbone, torch.tensor(theirs.prompt), own.ids, theirs.ids):
+                differences.append({"prompt": number, "turn": turn, **asdict(found)})
+                break
+    return {"identical_share": 1 - len(differences) / len(reference), "differences": differences}

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -48,6 +48,21 @@ class Run:
     decode_seconds: float = 0.0
     blocks: list[list[Block]] = field(default_factory=list)
     stats: DecodeStats = field(default_factory=DecodeStats)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens after those of prefill."""
+        return self.stats.step_tokens
+
+
+class Timed(Protocol):
+    """What has a speed."""
+
+    @property
+    def step_tokens(self) -> int: ...
+
+    @property
+    def decode_seconds(self) -> float: ...
 
 
 Runs = Sequence[Sequence[Run]]  # by repeat, then batch
@@ -157,13 +172,13 @@ class Spread:
         return cls(statistics.median(values), min(values), max(values))
 
 
-def decode_speed(repeat: Sequence[Run]) -> float:
+def decode_speed(repeat: Sequence[Timed]) -> float:
     """Decode tokens per second of one repeat: all its tokens after the first ones / all its decode time.
 
     Raises:
         UserError: every answer ended with its first token.
     """
-    tokens, seconds = sum(run.stats.step_tokens for run in repeat), sum(run.decode_seconds for run in repeat)
+    tokens, seconds = sum(run.step_tokens for run in repeat), sum(run.decode_seconds for run in repeat)
     if not tokens:
         raise UserError("every answer ended with its first token, so there is no speed to measure; use other prompts")
     return tokens / seconds
@@ -172,15 +187,6 @@ def decode_speed(repeat: Sequence[Run]) -> float:
 def speedup(over: Runs, of: Runs) -> Spread:
     """Ratio of decode speeds, repeat by repeat (each pair ran interleaved)."""
     return Spread.of([decode_speed(ours) / decode_speed(base) for ours, base in zip(of, over, strict=True)])
-
-
-def mean_prompt_speedup(over: Runs, of: Runs) -> float:
-    """Spec-Bench's convention: the ratio of per-prompt mean speeds, over all repeats."""
-
-    def mean(repeats: Runs) -> float:
-        return statistics.fmean(decode_speed([run]) for rep in repeats for run in rep if run.stats.step_tokens)
-
-    return mean(of) / mean(over)
 
 
 def total(repeat: Sequence[Run]) -> DecodeStats:

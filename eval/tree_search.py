@@ -8,6 +8,7 @@ prefixes: they are the best tree of N nodes, exactly, without assuming that head
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -52,6 +53,40 @@ def best_tree(prefixes: PrefixCounts, size: int) -> Tree:
     """The tree of at most ``size`` tokens per pass (root included) with the most expected tokens per step."""
     ordered = sorted(prefixes.counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
     return Tree.from_paths(path for path, _ in ordered[: size - 1])
+
+
+def rank_shares(ranks: Tensor, present: Tensor, max_rank: int) -> Tensor:
+    """``(K, max_rank)``: the share of a head's targets that it ranks r-th, of the positions where it has a target.
+
+    Args:
+        ranks: as in `count_prefixes`.
+        present: ``(T, K)`` whether there is a target.
+    """
+    wanted = torch.arange(max_rank)
+    found = (ranks[:, :, None] == wanted) & present[:, :, None]
+    return found.sum(dim=0) / present.sum(dim=0).clamp(min=1)[:, None]
+
+
+def independent_tree(shares: Tensor, size: int) -> Tree:
+    """The best tree of at most ``size`` tokens if heads erred independently of each other.
+
+    The original's search: a node's gain is the product of its ranks' shares, and the best nodes are taken one by one
+    (Cai et al. 2024, section 2.3.3). Here for comparison only; real heads tend to be right together.
+
+    Args:
+        shares: ``(K, ranks)``, see `rank_shares`.
+    """
+    chosen: list[RankPath] = []
+    frontier: list[tuple[float, RankPath]] = [(-1.0, ())]
+    table = shares.tolist()
+    while frontier and len(chosen) < size:
+        gain, path = heapq.heappop(frontier)
+        chosen.append(path)
+        if len(path) < len(table):
+            for rank, share in enumerate(table[len(path)]):
+                if share > 0:
+                    heapq.heappush(frontier, (gain * share, (*path, rank)))
+    return Tree.from_paths(chosen)
 
 
 def expected_tokens(prefixes: PrefixCounts, tree: Tree) -> float:

@@ -178,7 +178,8 @@ def compare(
 ) -> None:
     """Compare two reports: what got better or worse beyond noise."""
     from medusa_train.eval.compare import compare as compare_reports
-    from medusa_train.eval.compare import comparison_text, read_report
+    from medusa_train.eval.compare import comparison_text
+    from medusa_train.eval.report import read_report
 
     typer.echo(comparison_text(*compare_reports(read_report(a), read_report(b))))
 
@@ -428,9 +429,11 @@ def _bench_heads(
 ) -> tuple[dict[str, Any], str]:
     """What was measured, and as a table; mistakes are found before a model is loaded where they can be."""
     from medusa_train.data.chat import load_chat_tokenizer
+    from medusa_train.eval.arms import NEED_CALIBRATION
     from medusa_train.eval.bench import bench as run_bench
-    from medusa_train.eval.bench import check_prompts_file, choose_arms, load_questions
+    from medusa_train.eval.bench import check_prompts_file, choose_arms
     from medusa_train.eval.bench_table import bench_table
+    from medusa_train.eval.questions import load_questions
     from medusa_train.inference.backbone import load_backbone
     from medusa_train.inference.model import MedusaModel
 
@@ -438,10 +441,11 @@ def _bench_heads(
     check_prompts_file(prompt_file)
     model = MedusaModel.from_pretrained(heads, backbone, dtype)
     if arms is None and model.calibration is None:
-        names.remove("adaptive")  # asked for by name, it says what is missing
-    questions = load_questions(prompt_file, load_chat_tokenizer(model.backbone.source), num_prompts)
+        # Asked for by name, they say what is missing.
+        names = [name for name in names if name not in NEED_CALIBRATION]
+    tokenizer, questions = load_chat_tokenizer(model.backbone.source), load_questions(str(prompt_file))[:num_prompts]
     small = load_backbone(draft_model, dtype) if draft_model else None
-    result = run_bench(model, questions, small, names, batch_sizes, max_new_tokens, repeats)
+    result = run_bench(model, tokenizer, questions, small, names, batch_sizes, max_new_tokens, repeats)
     return result, bench_table(result)
 
 

@@ -103,7 +103,7 @@ def examine(recipe: Recipe) -> Report:
         data = Data([], "the rows cannot be known", Counter())
     stats = survey(data.rows, config, end_ids) if data.rows else None
     if stats is not None:
-        report.findings += judge(stats, config, recipe.eval.num_prompts)
+        report.findings += judge(stats, config, 0 if recipe.eval.benchmark else recipe.eval.num_prompts)
         report.example = pieces_of(next((row for row in data.rows if row.split == "train"), data.rows[0]), tokenizer)
     _tokenizer_notes(tokenizer, report)
     _report_backbone(recipe, skeleton, device, dtype, report)

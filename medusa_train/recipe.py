@@ -298,15 +298,53 @@ class InferenceSection(_Section):
         return Tree.load(value).to_json()["paths"]
 
 
+Arm = Literal[
+    "generate", "generate-lookup", "generate-assisted", "plain", "medusa", "dynamic", "adaptive", "lookup",
+    "medusa-lookup", "draft-model", "openai",
+]  # fmt: skip
+
+
 class EvalSection(_Section):
     """How the result is measured."""
 
+    benchmark: str | None = None
+    """spec_bench, mt_bench, humaneval, gsm8k, alpaca_eval, or a file; null: the run's held-out prompts."""
+    benchmark_file: str | None = None
+    """The benchmark's rows on disk, instead of the Hub."""
+    samples_per_category: int | None = Field(None, ge=1)
+    """So many prompts of every category of a benchmark, instead of num_prompts."""
     num_prompts: int = Field(12, ge=1)
-    """Held-out prompts decoded in every way."""
-    max_new_tokens: int = Field(128, ge=2)
-    """Budget per prompt."""
+    """Prompts that every arm answers; a benchmark's categories take turns."""
+    max_new_tokens: int | None = Field(None, ge=2)
+    """Budget of an answer; null: 128, or what the benchmark says."""
     repeats: int = Field(3, ge=1)
-    """How often everything is timed."""
+    """How often everything is timed; from three on, their spread says how noisy the machine is."""
+    arms: list[Arm] = ["generate", "plain", "medusa"]
+    """Ways of decoding to compare; one that cannot run here says why in the report."""
+    draft_model: str | None = None
+    """Small model of the same tokenizer, for draft-model and generate-assisted."""
+    server_url: str | None = None
+    """OpenAI-compatible server, for the arm openai."""
+    server_model: str | None = None
+    """Name of the model on that server."""
+
+    @field_validator("arms")
+    @classmethod
+    def _has_medusa(cls, arms: list[Arm]) -> list[Arm]:
+        if "medusa" not in arms:
+            raise ValueError("medusa must be among the arms: it is what is evaluated")
+        return list(dict.fromkeys(arms))
+
+    @model_validator(mode="after")
+    def _check_benchmark(self) -> EvalSection:
+        """Refuse what could not be asked, before heads are trained."""
+        if self.benchmark_file and not self.benchmark:
+            raise UserError("eval.benchmark_file needs eval.benchmark: which benchmark's rows are these?")
+        if self.benchmark:
+            from medusa_train.eval.questions import check_benchmark  # torch: only for a recipe that needs it
+
+            check_benchmark(self.benchmark, self.benchmark_file)
+        return self
 
 
 class Recipe(_Section):

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from conftest import assert_refused, random_heads
-from medusa_train.data.chat import load_chat_tokenizer
-from medusa_train.eval.bench import ARMS, BATCH_OF_ONE, DRAFTERS, choose_arms, load_questions, parse_batch_sizes
+from medusa_train.eval.arms import ARMS, BATCH_OF_ONE, DRAFTERS
+from medusa_train.eval.bench import choose_arms, parse_batch_sizes
+from medusa_train.eval.questions import load_questions
 from medusa_train.eval.simulate import (
     TREE_SIZES,
     accepted_deck,
@@ -95,6 +96,7 @@ def test_every_arm_and_batch_is_measured_and_adds_up(command, files, tiny_chat_f
     assert result["definitions"].keys() >= {"tokens_per_step", "tokens_per_second", "outside_forward"}
     assert all(shown.count(f"\n{arm} ") == (1 if arm in BATCH_OF_ONE else 2) for arm in ARMS)
     assert "writing" in shown
+    assert "plain+compiled" not in shown, "nothing was compiled"
 
 
 def test_some_arms_of_some_prompts_without_categories(command, files):
@@ -115,16 +117,17 @@ def test_some_arms_of_some_prompts_without_categories(command, files):
     assert "category" not in shown
 
 
-def test_questions_come_in_three_kinds(monkeypatch, tmp_path, tiny_chat_folder):
+def test_questions_come_in_three_kinds(monkeypatch, tmp_path):
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets-cache")
     user = {"role": "user", "content": "the mat ?"}
     answer = {"role": "assistant", "content": "yes"}
     records = [{"prompt": "the mat ?"}, {"messages": [user, answer]}, {"turns": ["the mat ?", "why"], "category": "qa"}]
     path = tmp_path / "kinds.jsonl"
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    questions = load_questions(path, load_chat_tokenizer(str(tiny_chat_folder)), None)
-    assert [question.category for question in questions] == ["", "", "qa"]
-    assert all(torch.equal(question.input_ids, questions[0].input_ids) for question in questions)
+    questions = load_questions(str(path))
+    # Two that ask the same are one.
+    assert [(question.category, question.follow_ups) for question in questions] == [("", ()), ("qa", ("why",))]
+    assert questions[0].messages == questions[1].messages == [user]
 
 
 def test_every_arm_can_be_had_by_default():

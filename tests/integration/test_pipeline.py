@@ -63,7 +63,7 @@ def test_the_whole_run(recipe_file, kind, lm_head):
     assert report["losslessness"]["over_plain"] == {"identical_share": 1, "differences": []}
     assert report["losslessness"]["over_generate"]["identical_share"] == 1
     html = (job.folder.path / "report.html").read_text()
-    assert html.count("<svg") == 3
+    assert html.count("<svg") == (5 if report["setting"]["tree_paths"] else 3)
     assert "http://" not in html.replace("http://www.w3.org", "").replace("http://purl.org", "").replace(
         "http://creativecommons.org", ""
     ), "the report must not load anything"

@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_train.eval.compare import Measured, compare, comparison_text, judge, mean_of_histogram, read_report
+from medusa_train.eval.compare import Measured, compare, comparison_text, judge, mean_of_histogram
+from medusa_train.eval.report import read_report
 from medusa_train.inference import UserError
 
 
