@@ -185,6 +185,61 @@ def compare(
 
 
 @app.command()
+def lossless(
+    target: Annotated[str, typer.Argument(help="Recipe of a finished run, or heads.")],
+    overrides: OverridesArgument = None,
+    prompts: Annotated[str | None, typer.Option("--prompts", help="For heads: a benchmark, or a file.")] = None,
+    num_prompts: Annotated[int, typer.Option("--num-prompts", min=1, help="For heads.")] = 8,
+    temperature: Annotated[float, typer.Option("--temperature", min=0.01, help="Of the sampled half.")] = 1.0,
+    samples: Annotated[int, typer.Option("--samples", min=20, help="Continuations of a prompt, each way.")] = 256,
+    tokens: Annotated[int, typer.Option("--tokens", min=2, help="Length of a continuation.")] = 6,
+    verifier: Annotated[str, typer.Option("--verifier", help="rejection (exact) or typical (lossy).")] = "rejection",
+    dtype: Annotated[str, typer.Option("--dtype", help="float32, bfloat16 or float16.")] = "float32",
+    out: Annotated[Path | None, typer.Option("--out", help="JSON file for all figures.")] = None,
+) -> None:
+    """Check that heads change nothing: greedy outputs token by token, sampled ones by tests of their distribution."""
+    from medusa_train.eval.bench import check_name
+    from medusa_train.inference.files import write_json
+    from medusa_train.lossless import check_lossless, lossless_text
+
+    check_name("--verifier", verifier, ("rejection", "typical"))
+    check_name("--dtype", dtype, ("float32", "bfloat16", "float16"))
+    result, folder = check_lossless(
+        target, overrides or (), prompts, num_prompts, temperature, samples, tokens, cast(Any, verifier), dtype
+    )
+    typer.echo(lossless_text(result))
+    if out:
+        write_json(out, result)
+    if folder:
+        typer.echo(f"figures           {folder / 'lossless.json'}, and in the run's report")
+
+
+@app.command()
+def cost(
+    run: Annotated[Path, typer.Argument(help="Folder of an evaluated run.")],
+    price: Annotated[float, typer.Option("--price", min=0, help="Of the machine, per hour.")],
+    bandwidth: Annotated[float, typer.Option("--bandwidth", min=1e-3, help="Of its memory, GB/s.")],
+    watts: Annotated[float | None, typer.Option("--watts", min=0, help="That it draws while decoding.")] = None,
+    efficiency: Annotated[
+        float | None,
+        typer.Option(
+            "--efficiency", min=0.01, max=1.0,
+            help="For another machine than the run's: share of the bandwidth that a plain step reaches.",
+        ),
+    ] = None,
+) -> None:  # fmt: skip
+    """Estimate tokens/s, cost and energy of a million tokens from a run's figures, with every assumption."""
+    from medusa_train.eval.cost import Machine, cost_of_run, cost_table
+    from medusa_train.eval.report import read_report
+    from medusa_train.eval_stage import add_to_report, heads_hash
+
+    result = cost_of_run(read_report(run), Machine(price, bandwidth * 1e9, watts, efficiency))
+    typer.echo(cost_table(result))
+    if (run / "heads").is_dir():
+        add_to_report(run, heads_hash(run / "heads"), "cost", result)
+
+
+@app.command()
 def doctor(
     recipe: RecipeArgument, overrides: OverridesArgument = None, out: OutOption = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="JSON file for all figures and findings.")] = None,

@@ -14,10 +14,11 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from medusa_train.data_stages import reopen_distillation, run_cache, run_distill, run_prompts
+from medusa_train.eval_stage import run_eval
 from medusa_train.job import Job
-from medusa_train.measure_stages import run_eval, run_tree
 from medusa_train.train_stage import run_train
 from medusa_train.training_callbacks import check_tracker
+from medusa_train.tree_stage import run_tree
 
 STAGES: dict[str, Callable[[Job], dict[str, Any]]] = {
     "prompts": run_prompts,

@@ -1,27 +1,18 @@
-"""The stages that measure what was trained, on this device: tree, eval."""
+"""The tree stage: which tree suits these heads on this device."""
 
 from __future__ import annotations
 
-import hashlib
-import json
 import shutil
-from functools import partial
 from typing import Any
 
 import torch
-from tqdm import tqdm
 
 from medusa_train.data.hidden_states import KeptStates, write_cache
 from medusa_train.data.rows import SPLITS
 from medusa_train.data.transformers_backend import answer_again
 from medusa_train.data_stages import ROWS_PER_SHARD
 from medusa_train.eval.acceptance import token_ranks
-from medusa_train.eval.answers import AnswerFile
 from medusa_train.eval.calibration import fit_temperatures
-from medusa_train.eval.evaluate import Plan, evaluate
-from medusa_train.eval.questions import Question, load_benchmark, load_questions, select
-from medusa_train.eval.report import write_report
-from medusa_train.eval.server import Server
 from medusa_train.eval.speed import measure_step_seconds
 from medusa_train.eval.step_curve import fit_step_times
 from medusa_train.eval.tree_search import (
@@ -34,20 +25,13 @@ from medusa_train.eval.tree_search import (
     rank_shares,
 )
 from medusa_train.inference.adaptive import Calibration
-from medusa_train.inference.backbone import Backbone, load_backbone
-from medusa_train.inference.checkpoint import ADAPTER, save_tree
+from medusa_train.inference.checkpoint import save_tree
 from medusa_train.inference.files import write_json
-from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.tree import Tree
 from medusa_train.job import Job
-from medusa_train.model_card import write_model_card
-from medusa_train.recipe import EvalSection
-from medusa_train.run_folder import environment, file_hash, peak_memory_gb
 
 STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay in one bucket of compiled shapes
 CUSTOMARY_SIZE = 64  # tokens per pass of the list of 63 nodes that the original Medusa uses for every model
-HELDOUT_TOKENS = 128  # budget of an answer to a held-out prompt
-HEADS_FILES = ("medusa_lm_head.safetensors", "tree.json", ADAPTER)  # what decoding depends on
 
 
 def run_tree(job: Job) -> dict[str, Any]:
@@ -150,76 +134,3 @@ def _measure_again(job: Job) -> None:
             split,
         )  # fmt: skip
     shutil.rmtree(stage / "states", ignore_errors=True)
-
-
-def run_eval(job: Job) -> dict[str, Any]:
-    """Measure on held-out prompts or a benchmark; write the report and the model card.
-
-    Answers are kept in ``answers.jsonl`` one by one, so that an evaluation that was killed goes on.
-    """
-    section, folder = job.recipe.eval, job.folder
-    stage = folder.begin("eval")
-    made = {name: folder.result(name) for name in ("prompts", "distill", "cache", "train", "tree")}
-    model = job.medusa_model()
-    plan = Plan(
-        questions=_questions(job),
-        asked=f"{section.benchmark or 'held-out prompts of the run'}",
-        arms=section.arms,
-        max_new_tokens=section.max_new_tokens or _default_budget(section),
-        repeats=section.repeats,
-        load_draft_model=partial(_load_draft_model, job),
-        server=Server(section.server_url, section.server_model)
-        if section.server_url and section.server_model
-        else None,
-        step_seconds={row["size"]: row["step_ms"] / 1000 for row in made["tree"]["result"]["sizes"]},
-        compared=made["tree"]["result"]["compared"],
-    )
-    kept = AnswerFile(stage / "answers.jsonl", _answers_key(job, model, plan))
-    report = evaluate(model, job.tokenizer, job.measured("heldout"), plan, kept)
-    report |= {"made": made, "peak_memory_gb": peak_memory_gb()}
-    write_report(folder.path, report)
-    write_model_card(folder.heads, report)
-    for warning in report["warnings"]:
-        tqdm.write(f"eval: {warning}")
-    took = report["evaluation"]
-    return {
-        "report": str(folder.path / "report.html"),
-        "seconds_of_decoding": took["decoding_seconds"],
-        "seconds_of_all": took["wall_seconds"],
-    }
-
-
-def _questions(job: Job) -> list[Question]:
-    section = job.recipe.eval
-    if section.benchmark:
-        questions = load_questions(section.benchmark, section.benchmark_file)
-        return select(questions, section.num_prompts, section.samples_per_category)
-    return [
-        Question(row.messages, input_ids=tuple(row.input_ids[: row.spans[0][0]]))
-        for row in job.rows("heldout")[: section.num_prompts]
-    ]
-
-
-def _default_budget(section: EvalSection) -> int:
-    benchmark = load_benchmark(section.benchmark) if section.benchmark else None
-    return benchmark.max_new_tokens if benchmark else HELDOUT_TOKENS
-
-
-def _load_draft_model(job: Job) -> Backbone | None:
-    source, backbone = job.recipe.eval.draft_model, job.recipe.backbone
-    return load_backbone(source, backbone.dtype, backbone.device) if source else None
-
-
-def _answers_key(job: Job, model: MedusaModel, plan: Plan) -> str:
-    """Hash of all that an answer and its time depend on."""
-    heads = job.folder.heads
-    content = [
-        [file_hash(path) for name in HEADS_FILES if (path := heads / name).exists()],
-        [question.id for question in plan.questions],
-        job.recipe.backbone.model_dump(),
-        job.recipe.inference.compile,
-        job.recipe.eval.model_dump(),
-        str(model.backbone.device),
-        environment(),
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
