@@ -24,10 +24,7 @@ def few_permutations(monkeypatch):
 def test_p_values_of_equal_distributions_are_calibrated(few_permutations):
     rng = np.random.default_rng(0)
     found = np.array(
-        [
-            permutation_p(table(*(rng.choice(7, p=PLAIN, size=120).tolist() for _ in range(2))), rng)
-            for _ in range(400)
-        ]
+        [permutation_p(table(*(rng.choice(7, p=PLAIN, size=120).tolist() for _ in range(2))), rng) for _ in range(400)]
     )
     for level in (0.05, 0.2, 0.5):
         rate, error = (found <= level).mean(), np.sqrt(level * (1 - level) / len(found))
@@ -38,7 +35,10 @@ def test_false_alarms_of_a_whole_run_stay_within_the_level(few_permutations):
     rng = np.random.default_rng(1)
     runs = 60
     alarms = sum(
-        any(test.adjusted_p < 0.1 for test in compare_samples(*([draw(rng, PLAIN, 60, 3)] * 1 for _ in range(2)), 3, run))
+        any(
+            test.adjusted_p < 0.1
+            for test in compare_samples(*([draw(rng, PLAIN, 60, 3)] * 1 for _ in range(2)), 3, run)
+        )
         for run in range(runs)
     )
     assert alarms <= runs * 0.1 + 4 * np.sqrt(runs * 0.1 * 0.9)

@@ -1,0 +1,255 @@
+"""Evaluation on tiny models: conversations, arms that fail, a server, a kill midway, and what `lossless` catches."""
+
+import json
+import threading
+from dataclasses import replace
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+import torch
+
+import medusa_train.inference.model
+from conftest import random_heads
+from medusa_train.data.chat import load_chat_tokenizer, render_prompt
+from medusa_train.data.hidden_states import shard_of
+from medusa_train.data.rows import Row
+from medusa_train.eval.answers import Answer, AnswerFile, local_ask
+from medusa_train.eval.arms import make_decoder
+from medusa_train.eval.evaluate import Plan, evaluate
+from medusa_train.eval.lossless import compare_outputs, greedy_identity, sampling_identity
+from medusa_train.eval.questions import Question
+from medusa_train.eval.server import Server
+from medusa_train.inference import MedusaModel, Tree, UserError, load_backbone
+from medusa_train.inference.verify import Verdict, verify_rejection
+
+TREE = Tree.from_paths([[0], [1], [0, 0], [2]])
+
+
+@pytest.fixture(scope="module")
+def model(tiny_chat_folder):
+    backbone = load_backbone(str(tiny_chat_folder), "float32", "cpu")
+    heads = random_heads(vocab_size=512)
+    # The first head often agrees with the backbone, so that drafts are accepted and refused.
+    with torch.no_grad():
+        for parameter in heads.parameters():
+            parameter.mul_(0.5)
+    return MedusaModel(backbone, heads, TREE)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tiny_chat_folder):
+    return load_chat_tokenizer(str(tiny_chat_folder))
+
+
+@pytest.fixture(scope="module")
+def heldout(model, tokenizer):
+    ids = render_prompt(tokenizer, [{"role": "user", "content": "the cat sat ?"}])
+    answer = model.generate(torch.tensor(ids), 12).new_tokens[0]
+    row = Row("a", "heldout", [], ids + answer, [(len(ids), len(ids) + len(answer))], "length")
+    return [shard_of(model.backbone, [row], 512)]
+
+
+QUESTIONS = [
+    Question([{"role": "user", "content": "what is this ?"}], ("and that ?",), "qa"),
+    Question([{"role": "user", "content": "the cat sat on the mat"}], (), "qa"),
+    Question([{"role": "user", "content": "mat and cat ?"}], (), "writing"),
+]
+PLAN = Plan(
+    QUESTIONS, "a test", ("generate", "plain", "medusa"), 10, 2, lambda: None, None, {1: 0.01, TREE.size: 0.012},
+    [{"tree": "chosen", "size": TREE.size, "paths": [list(path) for path in TREE.paths if path]}],
+)  # fmt: skip
+
+
+def run(model, tokenizer, heldout, path, plan=PLAN, key="k"):
+    return evaluate(model, tokenizer, heldout, plan, AnswerFile(path, key))
+
+
+def counts(report):
+    """All that must not depend on time."""
+    keys = ("acceptance", "simulated", "replay", "recall", "losslessness", "trees", "sample")
+    return {key: report[key] for key in keys} | {
+        "speed": {arm: row["tokens_per_step"] for arm, row in report["speed"].items()}
+    }
+
+
+def answers_in(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture(scope="module")
+def unbroken(model, tokenizer, heldout, tmp_path_factory):
+    """An evaluation that nothing disturbed, and its file of answers."""
+    path = tmp_path_factory.mktemp("unbroken") / "answers.jsonl"
+    return run(model, tokenizer, heldout, path), path
+
+
+def test_a_second_turn_follows_the_arms_own_answer(unbroken, tokenizer):
+    report, path = unbroken
+    records = answers_in(path)
+    assert len(records) == 3 * 3 * 2
+    for record in (record for record in records if record["question"] == QUESTIONS[0].id):
+        first, second = record["turns"]
+        answer = {"role": "assistant", "content": first["text"]}
+        said = [*QUESTIONS[0].messages, answer, {"role": "user", "content": "and that ?"}]
+        assert second["prompt"] == render_prompt(tokenizer, said)
+    assert report["setting"]["turns"] == 4
+    assert report["losslessness"]["over_plain"] == {"identical_share": 1, "differences": []}
+    assert report["losslessness"]["over_generate"]["identical_share"] == 1
+    assert abs(report["simulated"]["difference"]) < 0.05, "the same texts, the same tree"
+    assert {row["category"]: row["prompts"] for row in report["categories"]} == {"qa": 2, "writing": 1}
+    assert any("One prompt only: writing" in text for text in report["warnings"])
+    assert report["speed"]["plain"]["tokens_per_step"] == 1
+
+
+class Killed(BaseException):
+    """Stands for a kill."""
+
+
+def test_a_killed_evaluation_goes_on_to_the_same_counts(model, tokenizer, heldout, unbroken, tmp_path, monkeypatch):
+    path = tmp_path / "broken.jsonl"
+    add = AnswerFile.add
+    with monkeypatch.context() as patch:
+        left = iter(range(7))
+
+        def dying(*arguments):
+            if next(left, None) is None:
+                raise Killed
+            return add(*arguments)
+
+        patch.setattr(AnswerFile, "add", dying)
+        with pytest.raises(Killed):
+            run(model, tokenizer, heldout, path)
+    kept = path.read_text()
+    assert kept.count("\n") == 7
+    path.write_text(kept + '{"key": "k", "quest')  # and the kill tore a line
+    resumed = run(model, tokenizer, heldout, path)
+    assert path.read_text().startswith(kept), "nothing is answered twice"
+    assert counts(resumed) == counts(unbroken[0])
+    whole = path.read_text()
+    run(model, tokenizer, heldout, path)
+    assert path.read_text() == whole
+    AnswerFile(path, "other heads")
+    assert not path.exists(), "what depends on other heads is thrown away"
+
+
+def test_arms_that_cannot_run_say_why_and_the_others_go_on(model, tokenizer, heldout, tmp_path):
+    arms = ("plain", "medusa", "adaptive", "draft-model", "openai", "lookup")
+    server = Server("http://127.0.0.1:9", "x")
+    report = run(model, tokenizer, heldout, tmp_path / "a.jsonl", replace(PLAN, arms=arms, server=server, repeats=1))
+    assert report["speed"].keys() == {"plain", "medusa", "lookup"}
+    assert "medusa-train tree" in report["unavailable"]["adaptive"]
+    assert "eval.draft_model" in report["unavailable"]["draft-model"]
+    assert "cannot be reached" in report["unavailable"]["openai"]
+    assert report["speedup"]["over_generate"] is None
+    assert report["losslessness"]["over_generate"] is None
+    assert sum("did not run" in text for text in report["warnings"]) == 3
+
+
+def test_prompts_without_room_are_left_out_and_counted(model, tokenizer, heldout, tmp_path):
+    long = Question([{"role": "user", "content": "the cat sat on the mat " * 60}])
+    report = run(model, tokenizer, heldout, tmp_path / "a.jsonl", replace(PLAN, questions=[long, QUESTIONS[1]]))
+    assert (report["setting"]["prompts"], report["setting"]["left_out"]) == (1, 1)
+    with pytest.raises(UserError, match=r"no prompt of a test leaves room for eval\.max_new_tokens=10"):
+        run(model, tokenizer, heldout, tmp_path / "b.jsonl", replace(PLAN, questions=[long]))
+
+
+class FakeVllm(BaseHTTPRequestHandler):
+    """Streams three tokens and counts 2 drafts, of which 3 tokens were accepted."""
+
+    totals = {"num_drafts": 0, "num_draft_tokens": 0, "num_accepted_tokens": 0}
+    bodies: list[dict] = []
+
+    def do_GET(self):
+        lines = ["# HELP", *(f'vllm:spec_decode_{name}_total{{m="x"}} {n}.0' for name, n in self.totals.items())]
+        self.reply("\n".join(lines))
+
+    def do_POST(self):
+        self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+        for name, count in (("num_drafts", 2), ("num_draft_tokens", 6), ("num_accepted_tokens", 3)):
+            self.totals[name] += count
+        events = [{"choices": [{"delta": {"content": piece}}]} for piece in ("the", " cat")]
+        events.append({"choices": [], "usage": {"completion_tokens": 6}})
+        self.reply("".join(f"data: {json.dumps(event)}\n\n" for event in events) + "data: [DONE]\n\n")
+
+    def reply(self, text):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(text.encode())
+
+    def log_message(self, *arguments):
+        pass
+
+
+def test_a_server_is_an_arm_with_its_own_counters(model, tokenizer, heldout, tmp_path):
+    httpd = HTTPServer(("127.0.0.1", 0), FakeVllm)
+    threading.Thread(target=httpd.serve_forever, daemon=True).start()
+    try:
+        server = Server(f"http://127.0.0.1:{httpd.server_port}/v1", "some-model", key="secret")
+        plan = replace(PLAN, arms=("plain", "medusa", "openai"), server=server)
+        report = run(model, tokenizer, heldout, tmp_path / "a.jsonl", plan)
+    finally:
+        httpd.shutdown()
+    row = report["speed"]["openai"]
+    assert row["tokens_per_step"] == pytest.approx(2.5)
+    assert row["ms_per_step"] is row["identical_to_plain"] is None
+    assert row["over_plain"]["median"] > 0
+    assert all(body["temperature"] == 0 and body["model"] == "some-model" for body in FakeVllm.bodies)
+    assert any([message["content"] for message in body["messages"]][1:] == ["the cat", "and that ?"]
+               for body in FakeVllm.bodies)  # fmt: skip
+    assert "secret" not in (tmp_path / "a.jsonl").read_text() + repr(server) + json.dumps(report)
+
+
+# Losslessness
+
+
+def test_greedy_outputs_are_identical_and_a_difference_is_found(model, tokenizer):
+    found = greedy_identity(model, tokenizer, QUESTIONS, 10)
+    assert (found["identical_share"], found["prompts"]) == (1, 3)
+    turns = [greedy_turn(model, tokenizer, question) for question in QUESTIONS]
+    changed = [replace(turns[0], turns=[replace(turns[0].turns[0], ids=[0, *turns[0].turns[0].ids[1:]])]), *turns[1:]]
+    outcome = compare_outputs(model.backbone, turns, changed)
+    assert outcome["identical_share"] == pytest.approx(2 / 3)
+    assert [(row["prompt"], row["turn"], row["index"]) for row in outcome["differences"]] == [(0, 0, 0)]
+    assert outcome["differences"][0]["top2_gap"] > 0
+
+
+def greedy_turn(model, tokenizer, question):
+    ask = local_ask(make_decoder("plain", model, None), model.backbone, tokenizer)
+    return Answer("", question.id, "plain", 0, ask(question, 6))
+
+
+def sampled(model, tokenizer, verifier="rejection", seed=0):
+    prompts = [render_prompt(tokenizer, question.messages) for question in QUESTIONS[:2]]
+    return sampling_identity(model, prompts, 192, 4, 1.0, verifier, seed)
+
+
+def test_exact_sampling_passes(model, tokenizer):
+    found = sampled(model, tokenizer)
+    assert found["rejected"] == 0, found["least_adjusted_p"]
+    assert len(found["tests"]) >= 4
+    assert found["verdict"].startswith("Consistent with lossless")
+
+
+def test_a_biased_verifier_is_caught(model, tokenizer, monkeypatch):
+    """Every fifth time that the root's best draft is refused, it is taken all the same."""
+    turn = iter(range(10**9))
+
+    def biased(logits, draft, rows, process=None, chances=(), *, sampling):
+        honest = verify_rejection(logits, draft, rows, process, chances, sampling=sampling)
+        return [
+            Verdict((0, 1), (int(draft.tokens[row, 1]), verdict.tokens[-1]))
+            if draft.trees[row].size > 1 and len(verdict.path) == 1 and next(turn) % 5 == 0
+            else verdict
+            for row, verdict in zip(rows, honest, strict=True)
+        ]
+
+    monkeypatch.setattr(medusa_train.inference.model, "verify_rejection", biased)
+    found = sampled(model, tokenizer)
+    assert found["rejected"] > 0
+    assert found["verdict"].startswith("NOT lossless")
+
+
+def test_typical_acceptance_is_reported_as_lossy(model, tokenizer):
+    found = sampled(model, tokenizer, "typical")
+    assert "lossy by design" in found["verdict"]
+    assert "epsilon 0.09, delta 0.3" in found["verdict"]

@@ -1,0 +1,98 @@
+"""Reports made of invented answers, through the code that makes real ones."""
+
+from medusa_train.eval.answers import PARTS, Answer, Turn
+from medusa_train.eval.evaluate import DEFINITIONS, SCHEMA
+from medusa_train.eval.figures import acceptance, categories, part_shares, speed_row, speedup, step_model, warnings
+from medusa_train.eval.questions import Question
+
+PATHS = [[0], [1], [0, 0], [0, 1], [1, 0]]
+
+
+def turn(histogram, step_ms, prefill_ms=50.0, first=1):
+    """A turn whose steps emitted what the histogram says, each taking so many milliseconds."""
+    steps = sum(histogram.values())
+    seconds = steps * step_ms / 1000
+    tokens = first + sum(size * count for size, count in histogram.items())
+    blocks = [[first, 0]] + [[size, size - 1] for size, count in histogram.items() for _ in range(count)]
+    shares = dict(zip(PARTS, (0.1, 0.8, 0.06, 0.04), strict=True))
+    return Turn(
+        tokens, first, prefill_ms / 1000, seconds, "", [1, 2, 3], list(range(tokens)), dict(histogram), blocks,
+        {part: seconds * share for part, share in shares.items()},
+    )  # fmt: skip
+
+
+def answers(arm, histograms, step_ms, repeats=(1.0, 1.0, 1.0)):
+    """Answers of one turn by repeat and question; ``repeats`` scale the times."""
+    return [
+        [Answer("key", str(n), arm, r, [turn(histogram, step_ms * scale)]) for n, histogram in enumerate(histograms)]
+        for r, scale in enumerate(repeats)
+    ]
+
+
+def synthetic_report(repeats=(1.0, 1.02, 0.98)):
+    """12 prompts of three categories: 20 plain steps of 40 ms, or 12 of 50 ms with the tree."""
+    kinds = ["qa"] * 6 + ["writing"] * 5 + ["math"]
+    questions = [Question([{"role": "user", "content": f"question {n}"}], category=k) for n, k in enumerate(kinds)]
+    given = {
+        "generate": answers("generate", [{1: 20}] * 12, 42, repeats),
+        "plain": answers("plain", [{1: 20}] * 12, 40, repeats),
+        "medusa": answers("medusa", [{1: 6, 2: 4, 3: 2}] * 12, 50, repeats),
+    }
+    bases = {"generate": given["generate"], "plain": given["plain"]}
+    medusa = given["medusa"]
+    accepted = acceptance(medusa[0], 2, len(PATHS) + 1)
+    environment = {"torch": "2.13", "processor": "A Processor", "threads": 2, "accelerator": None}
+    sizes = [
+        {"size": size, "expected_tokens_per_step": tokens, "step_ms": ms, "measured_step_ms": ms,
+         "expected_tokens_per_second": 1000 * tokens / ms}
+        for size, tokens, ms in ((1, 1.0, 40.0), (4, 1.5, 46.0), (6, 1.7, 50.0), (16, 1.9, 70.0))
+    ]  # fmt: skip
+    gains = [[path, 0.5 / (1 + sum(path)) / len(path)] for path in PATHS]
+    stages = ("prompts", "distill", "cache", "train", "tree")
+    made = {
+        stage: {"result": {"rows": 10}, "wall_seconds": 1.0, "environment": environment, "recipe": {"seed": 0}}
+        for stage in stages
+    }
+    made["tree"]["result"] = {
+        "chosen_size": 6,
+        "sizes": sizes,
+        "gains": gains,
+        "chosen_by": "expected tokens per second",
+    }
+    report = {
+        "schema": SCHEMA,
+        "definitions": DEFINITIONS,
+        "verifier": "greedy: exact, the output is that of plain greedy decoding",
+        "setting": {
+            "backbone": "some/model", "dtype": "float32", "device": "cpu", "batch_size": 1, "temperature": 0,
+            "asked": "synthetic", "prompts": 12, "left_out": 0, "turns": 12, "prompt_tokens": [3] * 12,
+            "max_new_tokens": 21, "repeats": len(repeats), "compiled": False, "kind": "medusa", "num_heads": 2,
+            "num_layers": 1, "draft_vocab_size": 4096, "tree_size": 6, "tree_paths": PATHS,
+            "pass_bytes": {"backbone": 400_000_000, "heads": 20_000_000},
+        },
+        "acceptance": accepted,
+        "simulated": {"tokens_per_step": 1.68, "difference": 0.008, "recall": {}},
+        "replay": {"tokens_per_step": 1.6, "steps": 900, "answers": 30},
+        "recall": {"top1": [0.5, 0.3], "top5": [0.7, 0.5], "top10": [0.8, 0.6]},
+        "trees": [
+            {"tree": "chosen", "size": 6, "expected_tokens_per_step": 1.7, "step_ms": 50.0, "replayed": 1.65},
+            {"tree": "independence-greedy, 64 tokens", "size": 64, "expected_tokens_per_step": 2.1, "step_ms": None,
+             "replayed": 2.0},
+        ],
+        "speed": {arm: speed_row(found, bases) | {"identical_to_plain": 1.0} for arm, found in given.items()},
+        "unavailable": {"openai": "server http://localhost:1 cannot be reached"},
+        "speedup": {f"over_{name}": speedup(base, medusa) for name, base in bases.items()},
+        "overhead": 1.25,
+        "model": step_model(accepted["tokens_per_step"], 1.25, speedup(given["plain"], medusa)["median"]),
+        "step_time_shares": part_shares(medusa),
+        "losslessness": {f"over_{name}": {"identical_share": 1.0, "differences": []} for name in bases},
+        "categories": categories(questions, given),
+        "sample": {
+            "prompt": "question 1", "tokens_per_step": 1.67,
+            "pieces": [{"text": text, "step": 0, "drafted": text == "sample"} for text in ("a", "sample", "<b>")],
+        },
+        "evaluation": {"decoding_seconds": 100.0, "wall_seconds": 105.0},
+        "made": made,
+        "peak_memory_gb": 2.5,
+    }  # fmt: skip
+    return report | {"warnings": warnings(report)}

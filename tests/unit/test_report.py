@@ -1,0 +1,142 @@
+"""The report's files from invented answers: golden summary, what was not measured, a page without anything foreign."""
+
+import copy
+import html
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from medusa_train.eval.cost import Machine, cost_of_run
+from medusa_train.eval.report import figure_text, headline, interval_text, percent_text, summary_markdown, write_report
+from medusa_train.inference import UserError
+from synthetic import synthetic_report
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "report.md"
+
+
+def test_the_summary_is_the_golden_one():
+    assert summary_markdown(synthetic_report()) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_figures_are_written_alike_everywhere():
+    assert [figure_text(value) for value in (None, 0.5, 12.345, 1234.5, 1234, "x")] == [
+        "n/a", "0.500", "12.35", "1234", "1,234", "x",
+    ]  # fmt: skip
+    assert [percent_text(value) for value in (None, 1.0, 0.9166)] == ["n/a", "100 %", "91.7 %"]
+    assert interval_text(None) == "n/a"
+    assert interval_text({"median": 1.5, "low": None, "high": None}) == "1.50"
+    assert interval_text({"median": None, "low": None, "high": None}) == "n/a"
+
+
+class Page(HTMLParser):
+    """Text and addresses of a page."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.addresses, self.tags, self.text, self._hidden = [], [], [], 0
+        self.feed(text)
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append(tag)
+        self.addresses += [
+            value for name, value in attributes if name in ("src", "href", "xlink:href", "data", "action")
+        ]
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def page_of(folder, report):
+    write_report(folder, report)
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_the_page_holds_everything_and_loads_nothing(tmp_path):
+    report = synthetic_report()
+    text = page_of(tmp_path, report)
+    page = Page(text)
+    assert page.tags.count("svg") == 5
+    assert not {"script", "link", "img", "iframe"} & set(page.tags)
+    assert all(address.startswith("#") for address in page.addresses)
+    assert not re.search(r"url\((?!#)|@import", text)
+    shown = html.unescape(" ".join(page.text))
+    for part in ("1.33×", "by category", "math", "1 only", "server http://localhost:1 cannot", "independence-greedy"):
+        assert part.lower() in shown.lower(), part
+    assert "<b>" in shown, "text of a model is shown, not obeyed"
+    assert json.loads((tmp_path / "report.json").read_text()) == json.loads(json.dumps(report))
+    assert page_of(tmp_path, report) == text, "equal reports are equal files"
+
+
+@pytest.fixture
+def no_plots(monkeypatch):
+    """Drawing takes longer than all else, and has a test of its own."""
+    monkeypatch.setattr("medusa_train.eval.report.report_plots", lambda report: [])
+
+
+def test_what_was_not_measured_is_never_a_number(tmp_path, no_plots):
+    report = synthetic_report()
+    for arm in ("plain", "generate"):
+        del report["speed"][arm]
+        report["speedup"][f"over_{arm}"] = None
+        report["losslessness"][f"over_{arm}"] = None
+        report["speed"]["medusa"][f"over_{arm}"] = None
+    report["model"] = {"overhead": None, "speedup": None, "measured": None, "difference": None}
+    report["overhead"] = report["acceptance"]["tokens_per_step"] = None
+    report["speed"]["medusa"] |= {"tokens_per_step": None, "ms_per_step": None, "identical_to_plain": None}
+    report["categories"] = []
+    text = page_of(tmp_path, report)
+    assert not re.search(r"\b1\.00\b", text)
+    assert text.count("n/a") >= 10
+    assert "compared with nothing" in text
+    lines = headline(tmp_path).splitlines()
+    assert lines[0].startswith("tokens per step   n/a")
+    assert lines[2].startswith("speedup           n/a over generate, n/a over")
+    assert "| n/a |" in (tmp_path / "report.md").read_text()
+
+
+def test_sections_of_other_commands_are_shown(tmp_path, no_plots):
+    report = synthetic_report()
+    cost = cost_of_run(report, Machine(2.0, 50e9, watts=100))
+    sampling = {
+        "verifier": "rejection", "temperature": 1.0, "samples": 256, "tokens": 6, "prompts": 4, "level": 0.01,
+        "tests": [{}] * 20, "least_p": 0.04, "least_adjusted_p": 0.8, "rejected": 0,
+        "verdict": "Consistent with lossless sampling: none of 20 tests rejects it.",
+    }  # fmt: skip
+    greedy = {"prompts": 8, "tokens": 500, "identical_share": 1.0, "differences": []}
+    lossless = {"asked": "gsm8k", "max_new_tokens": 64, "dtype": "float32", "greedy": greedy, "sampling": sampling}
+    text = page_of(tmp_path, report | {"cost": cost, "lossless": lossless})
+    for part in ("Consistent with lossless sampling", "What a million tokens cost", "memory-bound limit", "0.800"):
+        assert part in text, part
+
+
+@pytest.mark.parametrize("watts", [None, 100.0])
+def test_costs_are_those_of_the_steps(watts):
+    report = synthetic_report()
+    result = cost_of_run(report, Machine(price=3.6, bandwidth=50e9, watts=watts))
+    plain, medusa = result["rows"]
+    assert plain["tokens_per_second"] == pytest.approx(25)  # 40 ms a step
+    assert medusa["tokens_per_second"] == pytest.approx(20 / 12 / 0.050)
+    assert plain["limit"] == pytest.approx(50e9 / 400e6)
+    assert medusa["limit"] == pytest.approx(20 / 12 * 50e9 / 420e6)
+    assert plain["price_per_million"] == pytest.approx(3.6 / 3600 * 1e6 / 25)
+    assert plain["kwh_per_million"] == (None if watts is None else pytest.approx(100 * 40_000 / 3.6e6))
+    assert abs(medusa["difference"]) < 0.01, "the model is held against what was measured"
+    assert len(result["assumptions"]) == 5
+
+
+def test_another_machine_is_not_held_against_this_runs_speed():
+    report = synthetic_report()
+    plain, medusa = cost_of_run(report, Machine(2.0, 3350e9, efficiency=0.5))["rows"]
+    assert plain["tokens_per_second"] == pytest.approx(plain["limit"] / 2)
+    assert medusa["tokens_per_second"] == pytest.approx(plain["tokens_per_second"] * 20 / 12 / 1.25)
+    assert plain["difference"] is plain["measured_tokens_per_second"] is None
+
+
+def test_an_older_report_has_no_cost():
+    report = copy.deepcopy(synthetic_report())
+    del report["setting"]["pass_bytes"]
+    with pytest.raises(UserError, match="run medusa-train tree and eval again"):
+        cost_of_run(report, Machine(1.0, 1e9))
