@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -233,10 +233,12 @@ def collect(
     with tqdm(total=len(order) * len(names), desc="answers", unit="answer") as bar:
         bar.update(sum(len(order) - len(left) for left in missing.values()))
         for arm in (arm for arm in names if missing[arm]):
-            for question in questions if arm in compiled else questions[:1]:
-                budget = max_new_tokens if arm in compiled else min(WARM_UP_TOKENS, max_new_tokens)
+            if arm not in compiled:
+                attempt(arm, replace(questions[0], follow_ups=()), min(WARM_UP_TOKENS, max_new_tokens))
+                continue
+            for question in questions:
                 if arm not in unavailable:
-                    attempt(arm, question, budget)
+                    attempt(arm, question, max_new_tokens)
         for repeat, number in order:
             question = questions[number]
             for turn in range(len(names)):

@@ -18,6 +18,7 @@ from medusa_train.inference.errors import UserError
 
 HOUR = 3600
 MILLION = 1e6
+GAP = 0.20  # between modelled and measured tokens/s, beyond which the model is not to be believed
 
 
 @dataclass(frozen=True)
@@ -162,4 +163,9 @@ def cost_table(result: Mapping[str, Any]) -> str:
         for row in result["rows"]
     ]
     lines.append("limit: tokens/s if a step did nothing but read its weights once")
+    if any(abs(row["difference"] or 0) > GAP for row in result["rows"]):
+        lines.append(
+            f"differs by more than {GAP:.0%}: the evaluation ran on a busier or a quieter machine than the steps were "
+            "timed on; run medusa-train tree and eval again, and believe what was measured"
+        )
     return "\n".join([*lines, *(f"assumed: {text}" for text in result["assumptions"])])

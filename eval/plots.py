@@ -25,13 +25,8 @@ def report_plots(report: Mapping[str, Any]) -> list[dict[str, str]]:
         "Tokens emitted by a step.": _step_histogram(report),
     }
     if report["setting"]["tree_paths"]:
-        figures |= {
-            "Steps that accepted at least so many drafts, of all and of those that accepted one less.": _by_depth(
-                report
-            ),
-            "The tree. A node holds the token that its head ranks as the number says (0: its best); the darker, the "
-            "more often a pass emits it, on calibration answers.": _tree_picture(report),
-        }
+        caption = "Steps that accepted at least so many drafts, of all and of those that accepted one less."
+        figures[caption] = _by_depth(report)
     return [{"svg": svg(figure), "caption": caption} for caption, figure in figures.items()]
 
 
@@ -107,7 +102,8 @@ def _by_depth(report: Mapping[str, Any]) -> Figure:
     return figure
 
 
-def _tree_picture(report: Mapping[str, Any]) -> Figure:
+def tree_picture(report: Mapping[str, Any]) -> str:
+    """The chosen tree as SVG: numbers are ranks, colours how often a pass emits a node on calibration answers."""
     tree = Tree.from_paths(report["setting"]["tree_paths"])
     # Of a tree that is too large to be read, the first nodes: a prefix of the order is a tree as well.
     tree = Tree(tree.paths[:LARGEST_TREE])
@@ -128,7 +124,7 @@ def _tree_picture(report: Mapping[str, Any]) -> Figure:
         label = str(path[-1]) if path else "•"
         axes.text(x, y, label, ha="center", va="center", fontsize=7, color="white" if dark else "#1c1e21", zorder=3)
     axes.set_ylim(-tree.depth - 0.5, 0.5)
-    return figure
+    return svg(figure)
 
 
 def _places(tree: Tree) -> list[float]:

@@ -11,7 +11,7 @@ from typing import Any
 import jinja2
 
 from medusa_train.eval.arms import LABELS
-from medusa_train.eval.plots import chosen_size, report_plots
+from medusa_train.eval.plots import chosen_size, report_plots, tree_picture
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json, write_text
 
@@ -20,16 +20,16 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
     """Write the files of a report.
 
     Args:
-        report: what `evaluate.evaluate` returned, with ``made`` (the ``run.json`` of every stage), and ``lossless`` and
-            ``cost`` where these were measured.
+        report: what `evaluate.evaluate` returned, with ``made`` (the ``run.json`` of every stage), ``environment``,
+            ``peak_memory_gb``, and ``lossless`` and ``cost`` where these were measured.
     """
     context = {"lossless": None, "cost": None} | report | {
-        "environment": report["made"]["tree"]["environment"],
         "tree_given": report["made"]["tree"]["result"].get("chosen_by") == "recipe",
         "expected_tokens_per_step": chosen_size(report)["expected_tokens_per_step"],
         "labels": LABELS,
         "recipe": json.dumps(report["made"]["tree"]["recipe"], indent=2, ensure_ascii=False),
         "plots": report_plots(report),
+        "tree_svg": tree_picture(report) if report["setting"]["tree_paths"] else "",
     }  # fmt: skip
     environment = jinja2.Environment(autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters |= {"figure": figure_text, "interval": interval_text, "percent": percent_text}

@@ -50,7 +50,8 @@ def run_eval(job: Job) -> dict[str, Any]:
     )
     kept = AnswerFile(stage / "answers.jsonl", _answers_key(job, model, plan))
     report = evaluate(model, job.tokenizer, job.measured("heldout"), plan, kept)
-    report |= {"made": made, "peak_memory_gb": peak_memory_gb(), **_extras(folder.path, heads_hash(folder.heads))}
+    report |= {"made": made, "environment": environment(), "peak_memory_gb": peak_memory_gb()}
+    report |= _extras(folder.path, heads_hash(folder.heads))
     write_report(folder.path, report)
     write_model_card(folder.heads, report)
     for warning in report["warnings"]:

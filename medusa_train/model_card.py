@@ -130,7 +130,7 @@ def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | Non
         asked=_asked(setting),
         max_new_tokens=setting["max_new_tokens"],
         dtype=", ".join(filter(None, (setting["dtype"], train["recipe"]["backbone"].get("quantization")))),
-        machine=_machine(train["environment"]),
+        machine=_machine(report["environment"]),
         figures="\n".join(f"| {name} | {value} |" for name, value in _figures(report)),
         tokens_per_step=report["definitions"]["tokens_per_step"],
         speedup=report["definitions"]["speedup"],

@@ -93,6 +93,7 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
         },
         "evaluation": {"decoding_seconds": 100.0, "wall_seconds": 105.0},
         "made": made,
+        "environment": environment,
         "peak_memory_gb": 2.5,
     }  # fmt: skip
     return report | {"warnings": warnings(report)}

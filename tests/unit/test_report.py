@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train.eval.cost import Machine, cost_of_run
+from medusa_train.eval.cost import Machine, cost_of_run, cost_table
 from medusa_train.eval.report import figure_text, headline, interval_text, percent_text, summary_markdown, write_report
 from medusa_train.inference import UserError
 from synthetic import synthetic_report
@@ -125,6 +125,9 @@ def test_costs_are_those_of_the_steps(watts):
     assert plain["kwh_per_million"] == (None if watts is None else pytest.approx(100 * 40_000 / 3.6e6))
     assert abs(medusa["difference"]) < 0.01, "the model is held against what was measured"
     assert len(result["assumptions"]) == 5
+    assert "believe what was measured" not in cost_table(result)
+    report["speed"]["plain"]["decode_tokens_per_second"]["median"] = 10.0
+    assert "believe what was measured" in cost_table(cost_of_run(report, Machine(3.6, 50e9)))
 
 
 def test_another_machine_is_not_held_against_this_runs_speed():
