@@ -39,8 +39,8 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
         """A collated batch: every tensor of a sample with a leading batch dimension, in the order asked."""
         wanted = torch.as_tensor(indices)
         homes = torch.searchsorted(self._starts, wanted, right=True) - 1
-        width = self.shards[0].hidden.shape[1]
-        states = torch.empty(len(wanted), self.num_heads + 1, width, dtype=self.shards[0].hidden.dtype)
+        like = self.shards[0].states(slice(0, 0))
+        states = torch.empty(len(wanted), self.num_heads + 1, like.shape[1], dtype=like.dtype)
         roots = torch.empty(len(wanted), dtype=torch.long)
         labels = torch.full((len(wanted), self.num_heads), IGNORED)
         for home in homes.unique().tolist():
@@ -50,7 +50,7 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
             ahead = positions[:, None] + torch.arange(self.num_heads + 1)
             inside = ahead < shard.ends[positions][:, None]
             ahead = torch.where(inside, ahead, positions[:, None])  # any valid place; its label is ignored
-            states[members] = shard.hidden[ahead]
+            states[members] = shard.states(ahead)
             roots[members] = shard.tokens[positions]
             labels[members] = torch.where(inside[:, 1:], shard.tokens[ahead[:, 1:]], IGNORED)
         return {

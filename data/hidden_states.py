@@ -2,7 +2,8 @@
 
 Heads read only the last hidden state, so one forward pass over the rows is all that training needs of the backbone.
 Distillation makes that pass anyway, token by token: it keeps what it computed (`keep_states`, one file per batch), and
-`write_cache` only arranges it, and computes what is missing. A position takes 2 bytes per dimension.
+`write_cache` only arranges it, and computes what is missing. A position takes 2 bytes per dimension in bf16, 1 in fp8
+with a scale of its own; each shard has a checksum beside it.
 
 For a span of answer tokens c_0 .. c_{m-1} the cache keeps the m hidden states that predict them: entry i is the state
 right before c_i. Head k at entry i learns c_{i+k}, and the backbone's own distribution there is the projection of entry
@@ -11,9 +12,12 @@ i+k: labels, hard and soft, are shifts within the cache and need no storage of t
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -25,9 +29,12 @@ from medusa_train.data.chat import Span
 from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.files import write_tensors
+from medusa_train.inference.files import write_tensors, write_text
 
 CACHE_DTYPE = torch.bfloat16
+FLOAT8 = torch.float8_e4m3fn
+CacheDtype = Literal["bfloat16", "float8"]
+CHECKSUM = ".crc32"  # ending of the file beside a shard
 
 
 @dataclass(frozen=True)
@@ -35,14 +42,46 @@ class Shard:
     """Cached positions of some rows, memory-mapped.
 
     Attributes:
-        hidden: ``(T, hidden)`` bf16 last hidden states.
+        hidden: ``(T, hidden)`` last hidden states as they are stored, bf16 or fp8; see `states`.
         tokens: ``(T,)`` the token that follows each of them.
         ends: ``(T,)`` index in this shard where each one's span ends (exclusive).
+        scales: ``(T,)`` fp32, what fp8 states are multiplied with; None for bf16.
     """
 
     hidden: Tensor
     tokens: Tensor
     ends: Tensor
+    scales: Tensor | None = None
+
+    def states(self, places: Tensor | slice) -> Tensor:
+        """Hidden states to compute with: ``(..., hidden)``, bf16 if they are stored in fp8."""
+        if self.scales is None:
+            return self.hidden[places]
+        stored = self.hidden.view(torch.uint8)[places].view(FLOAT8)  # fp8 tensors cannot be indexed everywhere
+        return (stored.float() * self.scales[places][..., None]).to(CACHE_DTYPE)
+
+    def first(self, positions: int) -> Shard:
+        """The first positions alone; an answer that is cut ends there."""
+        return Shard(
+            self.hidden[:positions],
+            self.tokens[:positions],
+            self.ends[:positions].clamp(max=positions),
+            None if self.scales is None else self.scales[:positions],
+        )
+
+
+def to_float8(hidden: Tensor) -> tuple[Tensor, Tensor]:
+    """States ``(T, hidden)`` as e4m3 numbers, and each one's scale ``(T,)``, which brings its largest to 448.
+
+    What comes back is within 1/16 of a number, or within 1/450,000 of the state's largest one where that is more.
+    """
+    scales = hidden.float().abs().amax(dim=1).clamp(min=1e-30) / torch.finfo(FLOAT8).max
+    return (hidden.float() / scales[:, None]).to(FLOAT8), scales
+
+
+def position_bytes(hidden_size: int, dtype: CacheDtype) -> int:
+    """Bytes of one position on the disk: a state, and two int64 (token, end of its span)."""
+    return (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4) + 8 + 8
 
 
 def keep_states(path: Path, rows: Sequence[Row], states: Sequence[Tensor]) -> None:
@@ -88,6 +127,9 @@ def write_cache(
     batch_tokens: int,
     rows_per_shard: int,
     name: str,
+    dtype: CacheDtype = "bfloat16",
+    rank: int = 0,
+    ranks: int = 1,
 ) -> None:
     """Write the shards of ``rows``; whole shards that are already there stay, so a killed run goes on.
 
@@ -95,26 +137,67 @@ def write_cache(
         kept: states that need not be computed.
         batch_tokens: padded tokens in one forward pass, a bound on memory.
         name: shown on the progress bar.
+        rank, ranks: of this process; each writes every ``ranks``-th shard, the same one whatever their number.
     """
-    shards = [rows[start : start + rows_per_shard] for start in range(0, len(rows), rows_per_shard)]
-    with tqdm(total=sum(len(row.input_ids) for row in rows), desc=f"cache {name}", unit="token") as bar:
-        for number, members in enumerate(shards):
-            path = folder / f"shard-{number:05d}.safetensors"
-            if not path.exists():
-                write_tensors(path, _shard_tensors(backbone, members, kept, batch_tokens))
-            bar.update(sum(len(row.input_ids) for row in members))
+    mine = range(rank, -(-len(rows) // rows_per_shard), ranks)
+    for number in tqdm(mine, desc=f"cache {name}", unit="shard", disable=rank > 0):
+        path = shard_path(folder, number)
+        if not is_whole(path):
+            members = rows[number * rows_per_shard : (number + 1) * rows_per_shard]
+            write_shard(path, _shard_tensors(backbone, members, kept, batch_tokens, dtype))
+
+
+def shard_path(folder: Path, number: int) -> Path:
+    """Where a shard of a folder stands."""
+    return folder / f"shard-{number:05d}.safetensors"
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a shard was written to its end."""
+    return path.exists() and path.with_suffix(CHECKSUM).exists()
+
+
+def write_shard(path: Path, tensors: dict[str, Tensor]) -> None:
+    """Write a shard, then its checksum: a shard that has none is not whole."""
+    path.with_suffix(CHECKSUM).unlink(missing_ok=True)
+    write_tensors(path, tensors)
+    write_text(path.with_suffix(CHECKSUM), f"{_crc32(path):08x}\n")
 
 
 def read_cache(folder: Path) -> list[Shard]:
-    """Map the shards of a folder into memory, in order.
+    """Map the shards of a folder into memory, in order, once each one's checksum was found right.
 
     Raises:
-        UserError: there is none.
+        UserError: there is none, or one is damaged.
     """
     paths = sorted(folder.glob("shard-*.safetensors"))
     if not paths:
         raise UserError(f"{folder} holds no hidden states; run medusa-train cache first")
+    for path in paths:
+        status = path.stat()
+        _check(path, status.st_size, status.st_mtime_ns)
     return [Shard(**load_file(path)) for path in paths]  # safetensors maps the file, nothing is read until it is used
+
+
+@cache  # once per process and file: the stages of a run open the same shards again and again
+def _check(path: Path, size: int, changed: int) -> None:
+    try:
+        expected = int(path.with_suffix(CHECKSUM).read_text(encoding="utf-8"), 16)
+    except FileNotFoundError:
+        return  # the file stands for the whole of the shard's writing, which is atomic; it may be lost alone
+    except ValueError:
+        expected = -1
+    if _crc32(path) != expected:
+        stage = path.parents[1]
+        raise UserError(f"{path} is damaged: its checksum differs; remove {stage} and run that stage again")
+
+
+def _crc32(path: Path) -> int:
+    checksum = 0
+    with path.open("rb") as file:
+        while block := file.read(1 << 22):
+            checksum = zlib.crc32(block, checksum)
+    return checksum
 
 
 def shard_of(backbone: Backbone, rows: Sequence[Row], batch_tokens: int) -> Shard:
@@ -136,7 +219,7 @@ def hidden_states_of(backbone: Backbone, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _shard_tensors(
-    backbone: Backbone, rows: Sequence[Row], kept: KeptStates | None, batch_tokens: int
+    backbone: Backbone, rows: Sequence[Row], kept: KeptStates | None, batch_tokens: int, dtype: CacheDtype = "bfloat16"
 ) -> dict[str, Tensor]:
     states = [kept.of(row) if kept else None for row in rows]
     by_length = sorted((i for i, found in enumerate(states) if found is None), key=lambda i: len(rows[i].input_ids))
@@ -145,17 +228,18 @@ def _shard_tensors(
         batch = [by_length.pop() for _ in range(min(len(by_length), max(1, batch_tokens // longest)))]
         for i, hidden in zip(batch, hidden_states_of(backbone, [rows[i] for i in batch]), strict=True):
             pieces = [hidden[start - 1 : end - 1] for start, end in _pieces(rows[i])]
-            states[i] = torch.cat(pieces).to("cpu", CACHE_DTYPE)
+            states[i] = torch.cat(pieces).to("cpu", CACHE_DTYPE if dtype == "bfloat16" else torch.float32)
     ends, total = [], 0
     for row in rows:
         for start, end in _pieces(row):
             total += end - start
             ends.append(torch.full((end - start,), total))
-    return {
-        "hidden": torch.cat([hidden for hidden in states if hidden is not None]),
-        "tokens": torch.cat([_learnt(row) for row in rows]),
-        "ends": torch.cat(ends),
-    }
+    labels = {"tokens": torch.cat([_learnt(row) for row in rows]), "ends": torch.cat(ends)}
+    hidden = torch.cat([hidden.float() if dtype == "float8" else hidden for hidden in states if hidden is not None])
+    if dtype == "bfloat16":
+        return {"hidden": hidden, **labels}
+    stored, scales = to_float8(hidden)
+    return {"hidden": stored, "scales": scales, **labels}
 
 
 def _pieces(row: Row) -> list[Span]:

@@ -167,9 +167,22 @@ def open_prompts(path: Path) -> JsonLines[Prompt]:
 def open_rows(path: Path, split: Split | None = None) -> JsonLines[Row]:
     """`read_rows`, but left on the disk."""
     rows = JsonLines(path, row_of)
+    number = 0
+
+    def wanted(row: Row) -> bool:
+        nonlocal number
+        number += 1
+        _check_row(row, path, number)
+        return split is None or row.split == split
+
     if not len(rows):
         raise UserError(f"{path} holds no row; run medusa-train distill first")
-    return rows if split is None else rows.keep(lambda row: row.split == split)
+    return rows.keep(wanted)
+
+
+def _check_row(row: Row, path: Path, number: int) -> None:
+    if row.learnt_tokens < 1:
+        raise UserError(f"{path} row {number} (id {row.id}) has no assistant token; remove it or distill again")
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -191,8 +204,7 @@ def read_rows(path: Path, split: Split | None = None) -> list[Row]:
     rows = []
     for number, record in enumerate(_records(path), start=1):
         row = row_of(record)
-        if row.learnt_tokens < 1:
-            raise UserError(f"{path} row {number} (id {row.id}) has no assistant token; remove it or distill again")
+        _check_row(row, path, number)
         rows.append(row)
     if not rows:
         raise UserError(f"{path} holds no row; run medusa-train distill first")

@@ -46,7 +46,7 @@ def _targets(shards: Sequence[Shard], ahead: int, column_of_token: Tensor) -> tu
         positions = positions[positions + ahead < shard.ends]
         columns = column_of_token[shard.tokens[positions + ahead]]
         drafted, columns = positions[columns >= 0], columns[columns >= 0]
-        hidden.append(shard.hidden[drafted])
+        hidden.append(shard.states(drafted))
         before.append(shard.tokens[drafted[:, None] + torch.arange(ahead)])
         targets.append(columns)
     all_targets = torch.cat(targets)

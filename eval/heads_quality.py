@@ -15,7 +15,7 @@ def first_positions(shards: Sequence[Shard], positions: int) -> list[Shard]:
     thinned = []
     for shard in shards:
         kept = min(len(shard.tokens), -(-len(shard.tokens) * positions // total))
-        thinned.append(Shard(shard.hidden[:kept], shard.tokens[:kept], shard.ends[:kept].clamp(max=kept)))
+        thinned.append(shard.first(kept))
     return thinned
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -15,15 +16,16 @@ from tqdm import tqdm
 from medusa_train.data.asking import Asking
 from medusa_train.data.conversations import conversation_rows, tell, write_rows
 from medusa_train.data.distill import Backend, check_splits, distill, failures
-from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
+from medusa_train.data.hidden_states import KeptStates, is_whole, read_cache, shard_path, write_cache
 from medusa_train.data.journal import ROWS
 from medusa_train.data.prompts import check_prompt, gather_prompts, load_conversations, names_of
-from medusa_train.data.rows import SPLITS, append_jsonl, open_prompts, open_rows, read_prompts
+from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, open_prompts, open_rows, read_prompts
 from medusa_train.data.synthesis import synthesize_prompts
 from medusa_train.data.transformers_backend import answer_here
 from medusa_train.inference.backbone import Limits, read_limits
 from medusa_train.inference.errors import UserError
 from medusa_train.job import Job
+from medusa_train.preflight import cache_bytes
 from medusa_train.run_folder import RunFolder
 
 ROWS_PER_SHARD = 64
@@ -157,14 +159,46 @@ def run_cache(job: Job) -> dict[str, Any]:
 
     Online training needs no hidden states of its own rows.
     """
-    folder, states = job.folder.begin("cache"), job.folder.stage("distill") / "states"
-    kept = KeptStates(states)
+    folder, states, state = job.folder.stage("cache"), job.folder.stage("distill") / "states", PartialState()
+    if state.is_main_process:
+        job.folder.begin("cache")
+    state.wait_for_everyone()
+    data, kept = job.recipe.data, KeptStates(states)
     splits = [split for split in SPLITS if split != "train" or job.recipe.training.mode == "cached"]
+    rows = {split: job.rows(split) for split in splits}
+    _check_disk(job, folder, rows)
     for split in splits:
         write_cache(
-            job.backbone, job.rows(split), kept, folder / split, job.recipe.data.cache_batch_tokens, ROWS_PER_SHARD,
-            split,
+            job.backbone, rows[split], kept, folder / split, data.cache_batch_tokens, ROWS_PER_SHARD, split,
+            data.cache_dtype, state.process_index, state.num_processes,
         )  # fmt: skip
+    state.wait_for_everyone()
+    if not state.is_main_process:
+        return {}
     shutil.rmtree(states, ignore_errors=True)  # twice the disk is used until here, and not for longer
     positions = {split: sum(len(shard.tokens) for shard in read_cache(folder / split)) for split in splits}
     return positions | {"backbone_probe": list(job.backbone.probe)}
+
+
+def _check_disk(job: Job, folder: Path, rows: Mapping[Split, Sequence[Row]]) -> None:
+    """Say how large the cache will be, and refuse to begin one that cannot end.
+
+    Raises:
+        UserError: the disk is too small.
+    """
+    if not PartialState().is_main_process:
+        return
+    waiting = 0
+    for split, members in rows.items():
+        for number, row in enumerate(members):
+            if number % ROWS_PER_SHARD == 0:
+                there = is_whole(shard_path(folder / split, number // ROWS_PER_SHARD))
+            waiting += 0 if there else row.learnt_tokens
+    needed = cache_bytes(waiting, job.backbone.hidden_size, job.recipe.data.cache_dtype)
+    free = shutil.disk_usage(folder).free
+    tqdm.write(f"cache: {waiting} positions, {needed / 1e9:.2f} GB; {free / 1e9:.1f} GB are free")
+    if needed > free:
+        raise UserError(
+            f"the hidden states of {waiting} positions take {needed / 1e9:.1f} GB, and the disk of {folder} has "
+            f"{free / 1e9:.1f} GB free; free some, use data.cache_dtype=float8, fewer prompts or training.mode=online"
+        )

@@ -262,7 +262,7 @@ def _report_disk(
     report.figures["disk"] = figures
     if positions["cached"] is None:
         return
-    cache = cache_bytes(positions["cached"], config.hidden_size)
+    cache = cache_bytes(positions["cached"], config.hidden_size, recipe.data.cache_dtype)
     figures["cache_bytes" if stats is not None else "cache_bytes_at_most"] = cache
     already = sum(path.stat().st_size for path in (folder / "cache").rglob("*.safetensors"))
     if max(0, cache - already) + checkpoint_bytes(config) > free:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.chat import load_chat_tokenizer
 from medusa_train.data.hidden_states import Shard, read_cache
-from medusa_train.data.rows import Row, Split, read_rows
+from medusa_train.data.rows import Row, Split, open_rows
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone, load_backbone
 from medusa_train.inference.checkpoint import ADAPTER, load_heads
@@ -62,8 +63,9 @@ class Job:
         """How the backbone's passes are made; kept, so that a shape is compiled once."""
         return Step(self.decoding_backbone, self.recipe.inference.compile)
 
-    def rows(self, split: Split) -> list[Row]:
-        return read_rows(self.folder.stage("distill") / "rows.jsonl", split)
+    def rows(self, split: Split) -> Sequence[Row]:
+        """The rows of a split, read from the disk as they are used."""
+        return open_rows(self.folder.stage("distill") / "rows.jsonl", split)
 
     def measured(self, split: Split) -> list[Shard]:
         """Cached states and answers of the backbone that decodes; an adapted one's are of the tree stage."""

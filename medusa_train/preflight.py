@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from medusa_train.data.hidden_states import CacheDtype, position_bytes
 from medusa_train.data.rows import SPLITS, Row, Split
 from medusa_train.data.statistics import LOOP_SHARE, learnt_ids, repeated_share
 from medusa_train.inference.checkpoint import expected_shapes
@@ -83,9 +84,9 @@ def training_memory(config: HeadsConfig, batch_positions: int) -> TrainingMemory
     )
 
 
-def cache_bytes(positions: int, hidden_size: int) -> int:
-    """Hidden-state cache on disk: a bf16 state and two int64 (token, end of its span) per position."""
-    return positions * (2 * hidden_size + 8 + 8)
+def cache_bytes(positions: int, hidden_size: int, dtype: CacheDtype = "bfloat16") -> int:
+    """Hidden-state cache on disk."""
+    return positions * position_bytes(hidden_size, dtype)
 
 
 def checkpoint_bytes(config: HeadsConfig) -> int:

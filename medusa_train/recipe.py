@@ -137,6 +137,8 @@ class DataSection(_Section):
     """Prompts generated together."""
     cache_batch_tokens: int = Field(2048, ge=1)
     """Padded tokens in one pass when hidden states are cached."""
+    cache_dtype: Literal["bfloat16", "float8"] = "bfloat16"
+    """How hidden states are stored; float8 (e4m3, a scale per token) takes half the disk."""
     calibration_share: float = Field(0.08, gt=0, lt=0.5)
     """Share of prompts, by hash, that chooses the tree."""
     heldout_share: float = Field(0.08, gt=0, lt=0.5)

@@ -38,13 +38,13 @@ _DISTILL_KEYS = (
     "data.heldout_share", "data.backend", "data.server.model", "data.server.api", "data.temperatures",
     "data.drop_mismatched",
 )  # fmt: skip
-_TRAIN_KEYS = (*_DISTILL_KEYS, "heads", "training", "lora")
+_TRAIN_KEYS = (*_DISTILL_KEYS, "data.cache_dtype", "heads", "training", "lora")
 _TREE_KEYS = (*_TRAIN_KEYS, "inference")
 # Stage -> the recipe keys that its output depends on, in the order of the stages.
 STAGE_KEYS: dict[str, tuple[str, ...]] = {
     "prompts": _PROMPT_KEYS,
     "distill": _DISTILL_KEYS,
-    "cache": (*_DISTILL_KEYS, "training.mode"),
+    "cache": (*_DISTILL_KEYS, "data.cache_dtype", "training.mode"),
     "train": _TRAIN_KEYS,
     "tree": _TREE_KEYS,
     "eval": (*_TREE_KEYS, "eval"),

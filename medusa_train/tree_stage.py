@@ -131,6 +131,6 @@ def _measure_again(job: Job) -> None:
             )
         write_cache(
             job.decoding_backbone, rows, KeptStates(states), stage / split, data.cache_batch_tokens, ROWS_PER_SHARD,
-            split,
+            split, data.cache_dtype,
         )  # fmt: skip
     shutil.rmtree(stage / "states", ignore_errors=True)

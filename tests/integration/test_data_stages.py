@@ -8,7 +8,8 @@ from dataclasses import replace
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from medusa_train.data import hidden_states as hidden_states_module
 from medusa_train.data import journal as journal_module
@@ -20,7 +21,16 @@ from medusa_train.data.chat import load_chat_tokenizer, render_prompt
 from medusa_train.data.conversations import conversation_rows, write_rows
 from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.distill import distill
-from medusa_train.data.hidden_states import KeptStates, hidden_states_of, keep_states, read_cache, write_cache
+from medusa_train.data.hidden_states import (
+    KeptStates,
+    Shard,
+    hidden_states_of,
+    keep_states,
+    position_bytes,
+    read_cache,
+    to_float8,
+    write_cache,
+)
 from medusa_train.data.prompts import load_conversations, normalized
 from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
 from medusa_train.data.sources import Source
@@ -60,9 +70,17 @@ def run_distill(backbone, tokenizer, path, prompts=PROMPTS, answer_tokens=None, 
     return read_rows(folder / "rows.jsonl")
 
 
-def run_cache(backbone, rows, folder, batch_tokens=1000, rows_per_shard=2, states="none"):
+def assert_stored(state, exact, dtype="bfloat16"):
+    """A cached state is the exact one, rounded once."""
+    if dtype == "bfloat16":
+        torch.testing.assert_close(state.float(), exact, **BF16)
+    else:  # three bits of mantissa, then bf16's seven; below the range's end by 2^18 numbers are as far apart as there
+        torch.testing.assert_close(state.float(), exact, rtol=2**-4 + 2**-8, atol=float(exact.abs().max()) / 450_000)
+
+
+def run_cache(backbone, rows, folder, batch_tokens=1000, rows_per_shard=2, states="none", dtype="bfloat16"):
     kept = KeptStates(folder.with_name(states))
-    write_cache(backbone, rows, kept, folder, batch_tokens, rows_per_shard, name="test")
+    write_cache(backbone, rows, kept, folder, batch_tokens, rows_per_shard, "test", dtype)
     return read_cache(folder)
 
 
@@ -112,10 +130,11 @@ def test_hidden_states_of_a_batch_are_those_of_its_rows_alone(backbone):
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 @pytest.mark.parametrize("batch_tokens", [1, 40, 10_000])
-def test_the_cache_keeps_the_state_before_every_learnt_token(backbone, tmp_path, batch_tokens):
+def test_the_cache_keeps_the_state_before_every_learnt_token(backbone, tmp_path, batch_tokens, dtype):
     rows = random_rows(5, backbone.vocab_size)
-    shards = run_cache(backbone, rows, tmp_path, batch_tokens)
+    shards = run_cache(backbone, rows, tmp_path, batch_tokens, dtype=dtype)
     assert len(shards) == 3
     for number, shard in enumerate(shards):
         entry = 0
@@ -126,44 +145,87 @@ def test_the_cache_keeps_the_state_before_every_learnt_token(backbone, tmp_path,
             for start, end in row.spans:
                 places = range(max(start, 1), end)  # nothing stands before the first token of a text
                 for place in places:
-                    state = shard.hidden[entry]
+                    state = shard.states(torch.tensor(entry))
                     assert shard.tokens[entry] == row.input_ids[place]
                     assert shard.ends[entry] == entry + (end - place)
-                    torch.testing.assert_close(state.float(), states[place - 1], **BF16)
-                    assert backbone.logits(state.float()).argmax() == next_tokens[place - 1]
+                    assert_stored(state, states[place - 1], dtype)
+                    if dtype == "bfloat16":
+                        assert backbone.logits(state.float()).argmax() == next_tokens[place - 1]
                     entry += 1
         assert entry == len(shard.tokens) == len(shard.hidden) == len(shard.ends)
 
 
-def test_head_k_at_position_t_learns_the_token_at_t_plus_k_plus_1(backbone, tmp_path):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+def test_head_k_at_position_t_learns_the_token_at_t_plus_k_plus_1(backbone, tmp_path, dtype):
     ids, (start, end) = list(range(100, 130)), (10, 28)
-    shards = run_cache(backbone, [row(ids, [(start, end)])], tmp_path)
+    shards = run_cache(backbone, [row(ids, [(start, end)])], tmp_path, dtype=dtype)
     states = states_alone(backbone, ids)
     dataset = HeadsDataset(shards, num_heads=3)
     assert len(dataset) == end - start - 1
     for index, t in enumerate(range(start - 1, end - 2)):
         sample = dataset[index]
         targets = [t + k + 1 for k in (1, 2, 3)]
-        torch.testing.assert_close(sample["hidden"].float(), states[t], **BF16)
+        assert sample["hidden"].dtype == torch.bfloat16
+        assert_stored(sample["hidden"], states[t], dtype)
         assert sample["labels"].tolist() == [ids[target] if target < end else IGNORED for target in targets]
         for k in (k for k in (1, 2, 3) if t + k + 1 < end):
-            torch.testing.assert_close(sample["teacher_hidden"][k - 1].float(), states[t + k], **BF16)
+            assert_stored(sample["teacher_hidden"][k - 1], states[t + k], dtype)
 
 
-def test_a_resumed_cache_keeps_whole_shards_and_makes_the_missing_one(backbone, tmp_path):
+def test_a_resumed_cache_keeps_whole_shards_and_makes_the_missing_ones(backbone, tmp_path):
     rows = random_rows(5, backbone.vocab_size)
-
-    def content():
-        with suppress(SafetensorError):  # of the shard that is no shard
-            run_cache(backbone, rows, tmp_path, 40)
-        return {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
-
-    whole = content()
-    assert list(whole) == [f"shard-0000{i}.safetensors" for i in range(3)]
+    run_cache(backbone, rows, tmp_path, 40)
+    whole = {path.name: path.read_bytes() for path in sorted(tmp_path.iterdir())}
+    assert list(whole) == [f"shard-0000{i}.{ending}" for i in range(3) for ending in ("crc32", "safetensors")]
     (tmp_path / "shard-00001.safetensors").unlink()
+    (tmp_path / "shard-00002.crc32").unlink()  # killed before it was written
     kept = tmp_path / "shard-00000.safetensors"
-    kept.write_bytes(b"kept as it is")
-    assert content() == whole | {kept.name: b"kept as it is"}
+    before = kept.stat().st_mtime_ns
+    run_cache(backbone, rows, tmp_path, 40)
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == whole
+    assert kept.stat().st_mtime_ns == before
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
+@pytest.mark.parametrize("share", [0.3, 0.99])
+def test_a_damaged_shard_is_refused_by_name(backbone, tmp_path, share, dtype):
+    run_cache(backbone, random_rows(5, backbone.vocab_size), tmp_path / "cache" / "train", 40, dtype=dtype)
+    path = tmp_path / "cache" / "train" / "shard-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[int(share * len(content))] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(
+        UserError, match=r"shard-00001\.safetensors is damaged.*remove .*/cache and run that stage again"
+    ):
+        read_cache(path.parent)
+
+
+def test_a_shard_is_checked_once(backbone, tmp_path, monkeypatch):
+    run_cache(backbone, random_rows(3, backbone.vocab_size), tmp_path, 40)
+    monkeypatch.setattr(hidden_states_module, "_crc32", None)
+    assert len(read_cache(tmp_path)) == 2
+
+
+@pytest.mark.parametrize(("dtype", "gigabytes"), [("bfloat16", 1.2), ("float8", 0.6)])
+def test_a_million_positions_of_a_small_model_fit(backbone, tmp_path, dtype, gigabytes):
+    assert 1_000_000 * position_bytes(576, dtype) <= gigabytes * 1e9
+    shards = run_cache(backbone, [row(range(200), [(100, 200)])], tmp_path, dtype=dtype)
+    tensors = [shards[0].hidden, shards[0].tokens, shards[0].ends, *([shards[0].scales] if dtype == "float8" else [])]
+    assert sum(tensor.numel() * tensor.itemsize for tensor in tensors) == 100 * position_bytes(32, dtype)
+
+
+@settings(derandomize=True, deadline=None)
+@given(data=st.data(), exponent=st.integers(-30, 30))
+def test_float8_states_come_back_to_their_own_precision(data, exponent):
+    numbers = st.lists(st.floats(-1, 1, width=32), min_size=6, max_size=6)
+    hidden = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=4))) * 2.0**exponent
+    stored, scales = to_float8(hidden)
+    shard = Shard(stored, torch.arange(len(hidden)), torch.full((len(hidden),), len(hidden)), scales)
+    for number, exact in enumerate(hidden):
+        assert_stored(shard.states(torch.tensor(number)), exact, "float8")
+    first = shard.first(1)
+    assert torch.equal(first.states(slice(None)), shard.states(slice(0, 1)))
+    assert first.ends.tolist() == [1]
 
 
 def test_a_kill_while_a_shard_is_written_leaves_none_behind(backbone, tmp_path, monkeypatch):

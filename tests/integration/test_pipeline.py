@@ -3,6 +3,7 @@
 import json
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -11,7 +12,8 @@ from safetensors.torch import load_file
 
 import medusa_train.data.hidden_states
 import medusa_train.data.transformers_backend
-from medusa_train.data.hidden_states import read_cache
+from medusa_train.data.hidden_states import position_bytes, read_cache
+from medusa_train.data.rows import SPLITS
 from medusa_train.eval.acceptance import replay, token_ranks
 from medusa_train.eval.tree_search import count_prefixes, expected_tokens
 from medusa_train.inference import MedusaModel, Tree, UserError
@@ -211,3 +213,18 @@ def test_conversations_from_a_file_are_learnt_as_they_are(recipe_file, tmp_path)
     for row in rows:
         (start, end), ids = row.spans[0], row.input_ids
         assert job.tokenizer.decode(ids[start:end]).endswith("sat on the mat<|im_end|>")
+
+
+def test_a_cache_that_the_disk_cannot_hold_is_refused_before_it_starts(recipe_file, monkeypatch, capsys):
+    run(recipe_file, stages=["prompts", "distill"])
+    for dtype in ("bfloat16", "float8"):
+        with monkeypatch.context() as patched:
+            patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
+            with pytest.raises(UserError, match=r"take 0\.0 GB, and the disk of .*cache has 0\.0 GB free; .*float8"):
+                run(recipe_file, f"data.cache_dtype={dtype}", stages=["cache"])
+    job = run(recipe_file, "data.cache_dtype=float8", stages=["cache"])
+    needed = sum(path.stat().st_size for path in job.folder.stage("cache").rglob("*.safetensors"))
+    positions = sum(len(shard.tokens) for split in SPLITS for shard in read_cache(job.folder.stage("cache") / split))
+    assert f"cache: {positions} positions, 0.00 GB;" in capsys.readouterr().out
+    assert positions * position_bytes(32, "float8") < needed
+    assert not (job.folder.stage("distill") / "states").exists()
