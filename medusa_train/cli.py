@@ -92,13 +92,10 @@ def _run(
 
         typer.echo(to_yaml(resolved), nl=False)
         return None
-    from medusa_train.job import Job
-    from medusa_train.stages import run_stages
+    from medusa_train.launch import run_recipe
 
-    job = Job(resolved, retry_failed)
-    with job.folder.locked():
-        run_stages(job, stages, overwrite)
-    return job.folder.path
+    run_recipe(resolved, stages, overwrite, retry_failed)
+    return Path(resolved.output_dir)
 
 
 @app.command()

@@ -98,7 +98,7 @@ def run_distill(job: Job) -> dict[str, Any]:
             job.recipe.seed,
         )  # fmt: skip
         distill(asking, stage, _backend(job, limits), job.retry_failed)
-    return _count_rows(stage)
+    return _count_rows(stage) if state.is_main_process else {}
 
 
 def reopen_distillation(folder: RunFolder, overwrite: bool) -> None:

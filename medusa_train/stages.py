@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from medusa_train.data_stages import reopen_distillation, run_cache, run_distill, run_prompts
 from medusa_train.eval_stage import run_eval
+from medusa_train.inference.errors import UserError
 from medusa_train.job import Job
 from medusa_train.train_stage import run_train
 from medusa_train.training_callbacks import check_tracker
@@ -52,6 +53,8 @@ def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
             folder.check(order[: order.index(names[-1]) + 1], overwrite)
             if job.retry_failed:
                 reopen_distillation(folder, overwrite)
+    if state.num_processes > 1 and (alone := [name for name in names if name in ("tree", "eval")]):
+        raise UserError(f"{alone[0]} measures one process; run medusa-train {alone[0]} without a launch")
     if "train" in names:
         check_tracker(job.recipe.training.report_to)
     for name in names:
@@ -63,7 +66,7 @@ def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
             folder.result(needed)
         started = time.time()
         try:
-            result = STAGES[name](job)
+            result = STAGES[name](job) if state.is_main_process or name != "prompts" else {}
         except Exception:
             if state.is_main_process:
                 folder.abandon(name)
@@ -72,7 +75,7 @@ def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
         if state.is_main_process:
             folder.finish(name, started, [folder.stage(needed) for needed in INPUTS[name]], result)
             tqdm.write(f"{name}: {_summary(result)} ({time.time() - started:.0f} s)")
-    state.wait_for_everyone()
+        state.wait_for_everyone()
 
 
 def _summary(result: dict[str, Any]) -> str:

@@ -16,11 +16,12 @@ from accelerate.commands.config.config_args import load_config_from_file
 from safetensors.torch import load_file
 
 import medusa_train.recipes
+from medusa_train.data.hidden_states import read_cache
 from medusa_train.inference import UserError
 from medusa_train.job import Job
+from medusa_train.launch import join_ranks
 from medusa_train.recipe import load_recipe
 from medusa_train.stages import run_stages
-from medusa_train.train import join_ranks
 
 LAUNCHERS = Path(medusa_train.recipes.__file__).parent / "accelerate"
 WORDS = ["what", "is", "the", "cat", "on", "mat", "and", "this", "that", "sat", "user", "system"]
@@ -164,6 +165,56 @@ def test_deepspeed_gives_the_same_heads_whole(fresh, plain, tmp_path, launcher):
     recipe, output_dir = fresh
     done = launch(launcher, 1, recipe, output_dir, entry=entry_script(tmp_path / "entry.py", WITHOUT_COMPILING))
     assert_gave(done, output_dir, plain)
+
+
+DISTILL_AND_CACHE = """
+import os, sys
+from medusa_train.inference import files
+from medusa_train.launch import run_recipe
+from medusa_train.recipe import load_recipe
+if os.environ["RANK"] == "1":
+    write = files.write_atomically
+    def only_shards(path, fill):
+        assert path.name.startswith(("batch-", "shard-")), f"rank 1 writes {path}"
+        write(path, fill)
+    files.write_atomically = only_shards
+run_recipe(load_recipe(sys.argv[1], sys.argv[2:]), ["prompts", "distill", "cache"])
+"""
+
+
+def test_two_processes_share_out_answers_and_states_and_go_on_from_what_one_began(cached, tmp_path):
+    prompts = [{"prompt": f"what is {WORDS[i % 12]} {i} ?"} for i in range(40)]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
+    overrides = [
+        "data.conversations=null", f"data.prompts={tmp_path / 'prompts.jsonl'}", "data.num_prompts=null",
+        "data.batch_size=4", "data.max_new_tokens=9", "data.answer_tokens=120",
+        "data.calibration_share=0.2", "data.heldout_share=0.2", "data.temperatures=[0.0, 0.8]",
+    ]  # fmt: skip
+    stages = ["prompts", "distill", "cache"]
+    alone = Job(load_recipe(cached, [*overrides, f"output_dir={tmp_path / 'alone'}"]))
+    run_stages(alone, stages)
+    rows = alone.folder.stage("distill") / "rows.jsonl"
+
+    shared = Job(load_recipe(cached, [*overrides, f"output_dir={tmp_path / 'shared'}"]))
+    run_stages(shared, stages[:1])
+    begun = shared.folder.begin("distill") / "appended" / "rank-00000.jsonl"
+    begun.parent.mkdir()
+    begun.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:6]))  # a batch and half of another
+    script = tmp_path / "entry.py"
+    script.write_text(DISTILL_AND_CACHE)
+    done = launch("cpu", 2, cached, *overrides, f"output_dir={tmp_path / 'shared'}", entry=script)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert (shared.folder.stage("distill") / "rows.jsonl").read_bytes() == rows.read_bytes()
+    assert sorted(path.name for path in shared.folder.stage("distill").iterdir()) == sorted(
+        path.name for path in alone.folder.stage("distill").iterdir()
+    )
+    for split in ("train", "calibration", "heldout"):
+        ours, theirs = (read_cache(job.folder.stage("cache") / split) for job in (shared, alone))
+        assert len(ours) == len(theirs)
+        for mine, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(mine.hidden.float(), other.hidden.float(), rtol=2**-7, atol=1e-5)
+            assert torch.equal(mine.tokens, other.tokens)
+    assert shared.folder.result("distill")["result"] == alone.folder.result("distill")["result"]
 
 
 def test_what_a_launch_needs_is_said(monkeypatch):
