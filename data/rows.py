@@ -120,7 +120,7 @@ class JsonLines(Sequence[Record], Generic[Record]):
 
 
 def append_jsonl(path: Path, records: Iterable[Any]) -> list[int]:
-    """Append dataclasses or dictionaries in one write and wait until they are on the disk; the offset of each one's line.
+    """Append dataclasses or dictionaries in one write, wait for the disk, and say where each one's line begins.
 
     A write that fails (full disk) leaves the file as it was.
     """

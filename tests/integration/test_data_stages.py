@@ -3,7 +3,6 @@
 import json
 import re
 from collections import Counter
-from contextlib import suppress
 from dataclasses import replace
 
 import pytest
