@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from medusa_train import cli, train
+from medusa_train import cli
+from medusa_train.data.openai_backend import Servers, answer_by_servers
 from medusa_train.inference import UserError, load_backbone
+from medusa_train.launch import join_ranks
 from medusa_train.training_callbacks import check_tracker
 
 ROOT = Path(__file__).parents[2]
@@ -18,11 +20,12 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 
 def launch_with_deepspeed(monkeypatch, folder):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    train.join_ranks("cpu")
+    join_ranks("cpu")
 
 
 # Extra -> the module that is missing, and what asks for it.
 NEEDED = {
+    "openai": ("openai", lambda *_: answer_by_servers(Servers([], ""), None)),
     "wandb": ("wandb", lambda *_: check_tracker("wandb")),
     "tensorboard": ("tensorboard", lambda *_: check_tracker("tensorboard")),
     "trackio": ("trackio", lambda *_: check_tracker("trackio")),
