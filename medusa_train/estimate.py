@@ -119,7 +119,8 @@ def needs(recipe: Recipe, shape: Shape, device: Accelerator = A100) -> Needs:
 
     written = written_tokens(data, data.num_prompts)
     learnt = training_positions(data, written)
-    states = cache_bytes(written - learnt if training.mode == "online" else written, shape.hidden_size)
+    cached = written - learnt if training.mode == "online" else written
+    states = cache_bytes(cached, shape.hidden_size, data.cache_dtype)
 
     operations, bandwidth = device.operations * COMPUTE_SHARE, device.bandwidth * BANDWIDTH_SHARE
     pass_seconds = max(
