@@ -54,9 +54,9 @@ class AnswerProgress:
         self.failed += failed
         self._new_answers += 1
         self._new_tokens += tokens
-        now = time.monotonic()
-        self._bar.update(self._task, completed=self.answered, description=self.line())
-        if self._bar.disable and now - self._logged >= LOG_SECONDS:
+        if not self._bar.disable:
+            self._bar.update(self._task, completed=self.answered, description=self.line())
+        elif (now := time.monotonic()) - self._logged >= LOG_SECONDS:
             self._logged = now
             tqdm.write(f"distill: {self.line()}")
 

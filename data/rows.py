@@ -7,7 +7,7 @@ import json
 import os
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO, Generic, Literal, TypeVar, overload
@@ -126,7 +126,7 @@ def append_jsonl(path: Path, records: Iterable[Any]) -> list[int]:
     """
     lines = [
         (json.dumps(plain, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
-        for plain in (record if isinstance(record, dict) else asdict(record) for record in records)
+        for plain in (record if isinstance(record, dict) else vars(record) for record in records)
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from medusa_train.data import distill as distill_module
 from medusa_train.data import hidden_states as hidden_states_module
 from medusa_train.data import journal as journal_module
 from medusa_train.data import progress as progress_module
@@ -61,11 +62,13 @@ def tokenizer(tiny_chat_folder):
     return load_chat_tokenizer(str(tiny_chat_folder))
 
 
-def run_distill(backbone, tokenizer, path, prompts=PROMPTS, answer_tokens=None, max_new_tokens=8, **asking):
+def run_distill(
+    backbone, tokenizer, path, prompts=PROMPTS, answer_tokens=None, max_new_tokens=8, batch_size=4, **asking
+):
     """Rows of a folder of their own, ``path`` without its ending; states beside it."""
     folder = path.with_suffix("")
     asked = Asking(tokenizer, prompts, max_new_tokens, backbone.max_positions, answer_tokens, **SHARES, **asking)
-    distill(asked, folder, answer_here(backbone, 4, path.with_suffix(".states")))
+    distill(asked, folder, answer_here(backbone, batch_size, path.with_suffix(".states")))
     return read_rows(folder / "rows.jsonl")
 
 
@@ -384,6 +387,68 @@ def test_a_finished_run_generates_nothing_again(backbone, tokenizer, tmp_path, m
     unbroken = run_distill(backbone, tokenizer, path)
     monkeypatch.setattr(backend_module, "generate_batch", None)
     assert run_distill(backbone, tokenizer, path) == unbroken
+
+
+def test_the_next_turn_is_asked_behind_the_models_own_answer(backbone, tokenizer, tmp_path, monkeypatch):
+    """One conversation goes on to its end, one stops where it was cut, one where its answer has no such text."""
+    end = tokenizer.convert_tokens_to_ids("<|im_end|>")
+    cat, mat = (tokenizer(text, add_special_tokens=False)["input_ids"] for text in ("the cat", "on the mat"))
+    letters = [token for letter in "the cat" for token in tokenizer(letter)["input_ids"]]
+    said = {"a": [[*cat, end], [*mat, end], [*cat, end]], "b": [[*cat, end], mat], "c": [[*letters, end]]}
+    prompts = {name: Prompt.of([{"role": "user", "content": name}], ["and ?", "or ?"]) for name in said}
+    asked = {name: [] for name in said}
+
+    def generate(_, batch, max_new_tokens, eos, temperature, seed, states):
+        answers = []
+        for row, ids in enumerate(batch):
+            (name,) = (name for name in said if f"user\n{name}<" in tokenizer.decode(ids))
+            answers.append(said[name][len(asked[name])])
+            asked[name].append((ids, seed[row]))
+            states(row, torch.full((len(answers[-1]), backbone.hidden_size), float(len(asked[name]))))
+        return answers
+
+    kept = {}
+    monkeypatch.setattr(backend_module, "generate_batch", generate)
+    monkeypatch.setattr(
+        backend_module,
+        "keep_states",
+        lambda _, rows, states: kept.update(zip([r.id for r in rows], states, strict=True)),
+    )
+    monkeypatch.setattr(distill_module, "check_splits", lambda _: None)
+    rows = {row.id: row for row in run_distill(backbone, tokenizer, tmp_path / "rows.jsonl", list(prompts.values()))}
+    for name, prompt in prompts.items():
+        row, messages = rows[prompt.id], list(prompt.messages)
+        assert [row.input_ids[start:stop] for start, stop in row.spans] == said[name]
+        assert [row.input_ids[:start] for start, _ in row.spans] == [ids for ids, _ in asked[name]]
+        assert row.finish_reason == ("length" if name == "b" else "stop")
+        states = [float(turn) for turn, answer in enumerate(said[name], start=1) for _ in answer]
+        assert kept[row.id][:, 0].tolist() == states
+        for turn, (ids, _) in enumerate(asked[name]):
+            assert ids == render_prompt(tokenizer, messages)
+            text = tokenizer.decode(said[name][turn][:-1])
+            messages += [
+                {"role": "assistant", "content": text},
+                {"role": "user", "content": ["and ?", "or ?", ""][turn]},
+            ]
+    assert len({seed for turns in asked.values() for _, seed in turns}) == 6
+
+
+def test_every_prompt_has_a_temperature_and_draws_that_depend_on_nothing_else(backbone, tokenizer, tmp_path):
+    greedy = {row.id: row for row in run_distill(backbone, tokenizer, tmp_path / "greedy.jsonl")}
+    mixed = [
+        run_distill(
+            backbone, tokenizer, tmp_path / f"{size}-{seed}.jsonl", batch_size=size, temperatures=[0.0, 1.5], seed=seed
+        )
+        for size, seed in ((4, 0), (3, 0), (4, 1))
+    ]
+    by_id = [{row.id: row for row in rows} for rows in mixed]
+    assert by_id[0] == by_id[1]
+    assert {row.temperature for row in mixed[0]} == {0.0, 1.5}
+    for row in mixed[0]:
+        same = row.input_ids == greedy[row.id].input_ids
+        assert same == (row.temperature == 0)
+    drawn = [row.id for row in mixed[0] if row.temperature and by_id[2][row.id].temperature]
+    assert any(by_id[0][name] != by_id[2][name] for name in drawn)
 
 
 def test_other_prompts_do_not_move_a_prompt_to_another_split(backbone, tokenizer, tmp_path):

@@ -55,9 +55,9 @@ def our_chain(model: MedusaModel, prompts: list[list[int]], texts: list[list[int
     return {"drafts": drafts, "accepted": sum(accepted_at), "accepted_at": accepted_at}
 
 
-def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
-    """Tokens and counters of one vLLM process."""
-    environment = os.environ | {
+def vllm_environment(python: Path) -> dict[str, str]:
+    """Variables under which vLLM runs on a CPU, for its interpreter."""
+    return os.environ | {
         "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
         "VLLM_NO_USAGE_STATS": "1",
@@ -65,9 +65,15 @@ def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
     }
+
+
+def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
+    """Tokens and counters of one vLLM process."""
     with tempfile.NamedTemporaryFile() as file:
         given = json.dumps(job | {"result": file.name})
-        if code := subprocess.run([python, RUNNER], input=given, text=True, env=environment, check=False).returncode:
+        if code := subprocess.run(
+            [python, RUNNER], input=given, text=True, env=vllm_environment(python), check=False
+        ).returncode:
             sys.exit(f"vLLM failed with exit code {code}; what it said stands above")
         result: dict[str, Any] = json.load(file)
     return result
