@@ -565,7 +565,7 @@ def test_when_every_server_is_gone_the_run_stops_and_the_same_command_goes_on(se
         ask(tmp_path / "rows", server)
     assert not (tmp_path / "rows" / "failed.jsonl").exists()
     kept = (tmp_path / "rows" / "appended" / "rank-00000.jsonl").read_bytes().count(b"\n")
-    assert kept >= 9
+    assert kept >= 9 - 3  # answers on their way are lost with the connection
     again = serve(port=server.port)
     assert ask(tmp_path / "rows", again) == whole
     assert len(again.requests) == len(PROMPTS) - kept
@@ -690,7 +690,7 @@ def test_a_run_goes_on_after_kill_9(serve, ask, tiny_chat_folder, tmp_path, monk
         env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
     )  # fmt: skip
     appended = tmp_path / "run" / "distill" / "appended" / "rank-00000.jsonl"
-    until = time.monotonic() + 120
+    until = time.monotonic() + 400
     while process.poll() is None and not (appended.exists() and appended.stat().st_size):
         assert time.monotonic() < until
         time.sleep(0.02)
