@@ -179,7 +179,8 @@ def local_folder(source: str | Path, patterns: Sequence[str], revision: str | No
         raise UserError(f"heads {name}: no such folder")
     from huggingface_hub import errors, snapshot_download
 
-    failures = (errors.HTTPError, errors.HFValidationError, OSError)  # type: ignore[attr-defined]
+    # ValueError: a repository's or a file's name that the client refuses, such as one that leaves the folder.
+    failures = (errors.HTTPError, ValueError, OSError)  # type: ignore[attr-defined]
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=list(patterns)))
     except failures as error:

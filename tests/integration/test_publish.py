@@ -14,10 +14,12 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from conftest import assert_refused
+from medusa_train.import_heads import import_heads
 from medusa_train.inference import UserError, load_backbone
 from medusa_train.inference.checkpoint import load_heads
 from medusa_train.job import Job
 from medusa_train.model_card import model_card
+from medusa_train.publish import hub_errors
 from medusa_train.recipe import load_recipe
 from medusa_train.release import prepare_release, without_paths
 from medusa_train.stages import STAGES, run_stages
@@ -448,6 +450,20 @@ def test_code_in_a_repository_of_heads_is_neither_fetched_nor_run(command, run, 
     assert not list(tmp_path.rglob("escaped*"))
     assert load_backbone("eve/base").source == "eve/base"
     assert not mark.exists()
+
+
+def test_an_imported_repository_writes_nothing_outside_its_folder(hub, tmp_path):
+    hub.put("eve/old", {"config.json": b"{}", "../../../../escaped.pt": b"x", "medusa_lm_head.pt": b"x"})
+    with pytest.raises(UserError, match="eve/old"):
+        import_heads("eve/old", tmp_path / "out")
+    assert not list(tmp_path.rglob("escaped*"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_that_quotes_the_token_is_told_without_it(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    with pytest.raises(UserError, match=r"cannot be reached \(proxy refused \[token\]\)"), hub_errors("bob/heads"):
+        raise ConnectionError(f"proxy refused {TOKEN}")
 
 
 ABSURD = {
