@@ -37,3 +37,18 @@ def inspect(
     if html:
         write_page(html, dataset, summary, consistency, rows)
         typer.echo(f"page: {html}")
+
+
+@data_app.command()
+def push(
+    run: Annotated[Path, typer.Argument(help="Folder of a run.")],
+    repo: Annotated[str, typer.Argument(help="user/repository on the Hub.")],
+    licence: Annotated[str, typer.Option("--license", help="Licence of the texts, as apache-2.0.")] = "unknown",
+    public: Annotated[bool, typer.Option("--public", help="Let everybody see a new repository.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Show files and card, send nothing.")] = False,
+) -> None:
+    """Put a run's rows on the Hugging Face Hub as a dataset, with a card; HF_TOKEN holds the token."""
+    from medusa_train.data_push import push as push_rows
+
+    for line in push_rows(run, repo, licence, public, dry_run):
+        typer.echo(line)

@@ -39,9 +39,10 @@ def run_prompts(job: Job) -> dict[str, Any]:
         return {"prompts": 0, "source": names_of(data.sources("conversations"))}
     tokenizer = job.tokenizer  # first: it is small, and may have no chat template
     if data.prompts == "synthesize":
+        topics = _topics(data.prompt_topics)
         synthesize_prompts(
             job.backbone, tokenizer, path, data.num_prompts or 1000, data.prompt_max_tokens,
-            data.prompt_temperature, data.prompt_top_k, data.batch_size, job.recipe.seed, _topics(data.prompt_topics),
+            data.prompt_temperature, data.prompt_top_k, data.batch_size, job.recipe.seed, topics,
         )  # fmt: skip
         return {"prompts": len(read_prompts(path)), "source": "synthesize"}
     sources, skipped = data.sources("prompts"), Counter[str]()
@@ -65,7 +66,8 @@ def _topics(given: list[str] | str | None) -> list[str]:
     try:
         lines = Path(given).expanduser().read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"data.prompt_topics={given}: {error}; name a text file with one topic a line") from error
+        why = getattr(error, "strerror", None) or "it is not UTF-8"
+        raise UserError(f"data.prompt_topics={given}: {why}; name a text file with one topic a line") from error
     topics = [line.strip() for line in lines if line.strip()]
     if not topics:
         raise UserError(f"data.prompt_topics={given}: the file holds no topic; write one a line")
