@@ -204,7 +204,10 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
     cuts = _cuts(tokenizer, len(tokenizer))
     cut = [cuts.split(text) for text in texts]
     pieces = list(dict.fromkeys(piece for text in cut for piece in text))
-    encodings = tokenizer.backend_tokenizer.encode_batch_fast(pieces, add_special_tokens=False)
+    backend = tokenizer.backend_tokenizer
+    backend.no_truncation()  # its file, or a call before, may have set these
+    backend.no_padding()
+    encodings = backend.encode_batch_fast(pieces, add_special_tokens=False)
     ids = {piece: encoding.ids for piece, encoding in zip(pieces, encodings, strict=True)}
     return [[token for piece in text for token in ids[piece]] for text in cut]
 

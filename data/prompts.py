@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_train.data.chat import check_special_tokens
 from medusa_train.data.records import BadRecord, Messages, conversation_of
 from medusa_train.data.rows import Prompt
-from medusa_train.data.sources import OnBad, Source, read_records, read_source
+from medusa_train.data.sources import OnBad, Source, read_source
 from medusa_train.inference.errors import UserError
 
 REPEATED = "the same prompt again"
@@ -149,11 +149,6 @@ def _finished(record: Mapping[str, Any]) -> Messages:
     if not any(message["role"] == "assistant" for message in messages):
         raise BadRecord("no turn of an assistant")
     return messages
-
-
-def load_records(path: str, split: str = "train") -> Iterator[Mapping[str, Any]]:
-    """Records of a file or data set as they are; see `read_records`."""
-    return read_records(path, split)
 
 
 def _shares(sources: Sequence[Source], count: int | None) -> list[int | None]:

@@ -20,7 +20,8 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from medusa_train.data.prompts import load_records, prompt_of
+from medusa_train.data.prompts import prompt_of
+from medusa_train.data.sources import read_records
 from medusa_train.inference.errors import UserError
 
 FOLDER = Path(str(files("medusa_train.eval"))) / "benchmarks"
@@ -198,7 +199,7 @@ def _of_any_file(record: Mapping[str, Any], where: str) -> Question:
 
 def _records(benchmark: Benchmark | None, source: str) -> Iterator[Mapping[str, Any]]:
     if benchmark is None or source != benchmark.dataset:
-        yield from load_records(source, "train")
+        yield from read_records(source)
         return
     from datasets import load_dataset
 

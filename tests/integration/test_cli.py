@@ -164,10 +164,9 @@ def test_a_missing_backbone_folder_is_refused_without_noise_of_libraries(recipe,
     assert written(tmp_path / "run") == []
 
 
-def test_a_missing_backbone_folder_is_refused_before_an_answer_is_written(command, recipe, tmp_path):
-    assert command("prompts", recipe, "backbone.source=./none")[0] == 0
-    assert_refused(command("distill", recipe, "backbone.source=./none"), "backbone ./none: no such folder")
-    assert not (tmp_path / "run" / "distill" / "rows.jsonl").exists()
+def test_a_missing_backbone_folder_is_refused_before_prompts_are_read(command, recipe, tmp_path):
+    assert_refused(command("prompts", recipe, "backbone.source=./none"), "backbone ./none: no such folder")
+    assert written(tmp_path / "run") == []
 
 
 def test_a_model_without_chat_template_is_refused(command, recipe, tiny_chat_folder, tmp_path):

@@ -125,6 +125,13 @@ def test_special_tokens_come_from_the_template_alone(tokenizer):
     assert render_prompt(tokenizer, [QUESTION]) == plain
 
 
+def test_texts_are_neither_cut_nor_padded_whatever_the_tokenizers_file_says(tokenizer):
+    plain = encode_conversation(tokenizer, [QUESTION, ANSWER])
+    tokenizer.backend_tokenizer.enable_truncation(4)
+    tokenizer.backend_tokenizer.enable_padding(length=64)
+    assert encode_conversation(tokenizer, [QUESTION, ANSWER]) == plain
+
+
 def test_a_user_turn_opens_with_the_template_and_ends_with_its_mark(tokenizer):
     expected, _ = pieces_of(tokenizer, "<|im_start|>user\n")
     assert user_turn_opening(tokenizer) == (expected, tokenizer.convert_tokens_to_ids("<|im_end|>"))

@@ -10,10 +10,10 @@ from datasets import Dataset, DatasetDict, config
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_train.data.prompts import gather_prompts, load_conversations, load_records, normalized, prompt_of
+from medusa_train.data.prompts import gather_prompts, load_conversations, normalized, prompt_of
 from medusa_train.data.records import MAX_CHARACTERS, BadRecord
 from medusa_train.data.rows import Prompt
-from medusa_train.data.sources import Source
+from medusa_train.data.sources import Source, read_records
 from medusa_train.inference import UserError
 
 USER = {"role": "user", "content": "What is this?"}
@@ -226,7 +226,7 @@ def test_a_damaged_line_is_named_or_counted(tmp_path, line, reason, told):
     assert prompts_of(str(path), skipped=skipped) == [[user("a b")], [user("c d")]]
     assert skipped == {reason: 1}
     with pytest.raises(UserError) as caught:
-        list(load_records(str(path)))
+        list(read_records(str(path)))
     assert told in str(caught.value)
 
 
