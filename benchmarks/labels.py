@@ -1,4 +1,4 @@
-"""Rates of making data: ``python benchmarks/data.py [FILE.jsonl]``.
+"""Rate of making labels: ``python benchmarks/labels.py [FILE.jsonl]``.
 
 Prints how many conversations a second one core turns into token ids and spans, with the quickstart's tokenizer: those
 of a file, or of random English-like words. Counted is processor time, so that a busy machine matters less.
