@@ -12,6 +12,7 @@ from safetensors.torch import load_file
 
 import medusa_train.data.hidden_states
 import medusa_train.data.transformers_backend
+from conftest import assert_refused
 from medusa_train.data.hidden_states import position_bytes, read_cache
 from medusa_train.data.rows import SPLITS
 from medusa_train.eval.acceptance import replay, token_ranks
@@ -124,6 +125,48 @@ def test_a_tree_from_the_recipe_is_used_as_it_is(recipe_file):
     assert out.new_tokens == model.generate(torch.tensor([1, 2, 3]), 8).new_tokens
     report = run(recipe_file, f"inference.tree={paths}").folder.path / "report.html"
     assert "tree of 8 tokens per pass (given in the recipe)" in report.read_text()
+
+
+def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, command):
+    """Evaluate on a file with categories, then add the tests of losslessness and the costs."""
+    asked = tmp_path / "asked.jsonl"
+    records = [
+        {"turns": [f"what is the {word} ?", "and that ?"], "category": word[0]} for word in ("cat", "mat", "hat")
+    ]
+    asked.write_text("".join(json.dumps(record) + "\n" for record in records))
+    overrides = [f"eval.benchmark={asked}", "eval.num_prompts=2", "eval.repeats=1", "inference.tree=[[0],[1],[0,0]]"]
+    code, _, error = command("quickstart", *overrides, "--recipe", recipe_file)
+    assert code == 0, error
+    folder = tmp_path / "run"
+    report = json.loads((folder / "report.json").read_text())
+    assert (report["setting"]["asked"], report["setting"]["prompts"], report["setting"]["turns"]) == (
+        "asked.jsonl",
+        2,
+        4,
+    )
+    assert len(report["categories"]) == 2
+    assert report["evaluation"]["decoding_seconds"] < report["evaluation"]["wall_seconds"]
+    lines = (folder / "eval" / "answers.jsonl").read_text().splitlines()
+    assert len(lines) == 2 * 3
+    code, shown, error = command("lossless", recipe_file, *overrides, "--samples", 24, "--tokens", 3)
+    assert code == 0, error
+    assert "100 % of 2 outputs identical" in shown
+    code, shown, error = command("cost", folder, "--price", 2, "--bandwidth", 50, "--watts", 100)
+    assert code == 0, error
+    assert shown.count("assumed: ") == 5
+    # A new evaluation of the same heads keeps both.
+    code, _, error = command("eval", recipe_file, *overrides, "eval.max_new_tokens=6", "--overwrite")
+    assert code == 0, error
+    report = json.loads((folder / "report.json").read_text())
+    assert report["lossless"]["greedy"]["identical_share"] == 1
+    assert [row["arm"] for row in report["cost"]["rows"]] == ["plain", "medusa"]
+    page = (folder / "report.html").read_text()
+    assert "What a million tokens cost" in page
+    assert report["lossless"]["sampling"]["verdict"] in page
+    assert_refused(command("eval", recipe_file, "eval.benchmark=spec_bnch"), "did you mean spec_bench?")
+    assert_refused(command("eval", recipe_file, "eval.arms=[plain]"), "medusa must be among the arms")
+    assert_refused(command("lossless", folder / "heads"), "name --prompts FILE")
+    assert_refused(command("cost", tmp_path, "--price", 1, "--bandwidth", 1), "name a run's folder")
 
 
 class Killed(BaseException):
