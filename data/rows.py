@@ -120,13 +120,12 @@ class JsonLines(Sequence[Record], Generic[Record]):
 
 
 def append_jsonl(path: Path, records: Iterable[Any]) -> list[int]:
-    """Append dataclasses or dictionaries in one write, wait for the disk, and say where each one's line begins.
+    """Append dataclasses in one write and wait until they are on the disk; the offset of each one's line.
 
     A write that fails (full disk) leaves the file as it was.
     """
     lines = [
-        (json.dumps(plain, ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass")
-        for plain in (record if isinstance(record, dict) else vars(record) for record in records)
+        (json.dumps(vars(record), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass") for record in records
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:

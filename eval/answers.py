@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -180,7 +180,7 @@ class AnswerFile:
     def add(self, question: str, arm: str, repeat: int, turns: list[Turn]) -> Answer:
         """Keep an answer; it is on the disk when this returns."""
         answer = Answer(self.key, question, arm, repeat, turns)
-        append_jsonl(self.path, [asdict(answer)])
+        append_jsonl(self.path, [answer])
         self._found[question, arm, repeat] = answer
         return answer
 

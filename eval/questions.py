@@ -39,7 +39,7 @@ class Question:
         input_ids: ``messages`` as token ids, where they were rendered before.
     """
 
-    messages: list[dict[str, str]]
+    messages: list[dict[str, Any]]
     follow_ups: tuple[str, ...] = ()
     category: str = ""
     input_ids: tuple[int, ...] | None = None

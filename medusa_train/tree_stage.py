@@ -6,6 +6,7 @@ import shutil
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from medusa_train.data.hidden_states import KeptStates, write_cache
 from medusa_train.data.rows import SPLITS
@@ -93,22 +94,29 @@ def run_tree(job: Job) -> dict[str, Any]:
         f"independence-greedy, {customary.size} tokens": customary,
     }
     write_json(stage / "sizes.json", table)
+    rows: list[dict[str, Any]] = [
+        {
+            "tree": name,
+            "size": tree.size,
+            "expected_tokens_per_step": expected_tokens(counted, tree),
+            # Step times are those of a size; few ranks may leave a tree with one that was not timed.
+            "step_ms": choices[tree.size].step_seconds * 1000 if tree.size in choices else None,
+            "paths": [list(path) for path in tree.paths if path],
+        }
+        for name, tree in compared.items()
+    ]
+    for row in rows:
+        speed = 1000 * row["expected_tokens_per_step"] / row["step_ms"] if row["step_ms"] else None
+        tqdm.write(
+            f"tree: {row['tree']}: {row['expected_tokens_per_step']:.2f} expected tokens per step"
+            + (f", {speed:.1f} tokens/s" if speed else "")
+        )
     return {
         "chosen_size": chosen.size,
         "chosen_by": "recipe" if given else "expected tokens per second",
         "step_time_noise": times.noise,
         "sizes": table,
-        "compared": [
-            {
-                "tree": name,
-                "size": tree.size,
-                "expected_tokens_per_step": expected_tokens(counted, tree),
-                # Step times are those of a size; few ranks may leave a tree with one that was not timed.
-                "step_ms": choices[tree.size].step_seconds * 1000 if tree.size in choices else None,
-                "paths": [list(path) for path in tree.paths if path],
-            }
-            for name, tree in compared.items()
-        ],
+        "compared": rows,
         "gains": [
             [list(path), counted.counts.get(path, 0) / max(1, counted.positions)] for path in chosen.paths if path
         ],
