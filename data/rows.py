@@ -125,7 +125,8 @@ def append_jsonl(path: Path, records: Iterable[Any]) -> list[int]:
     A write that fails (full disk) leaves the file as it was.
     """
     lines = [
-        (json.dumps(vars(record), ensure_ascii=False) + "\n").encode("utf-8", "surrogatepass") for record in records
+        (json.dumps(vars(record), ensure_ascii=False, default=asdict) + "\n").encode("utf-8", "surrogatepass")
+        for record in records  # `asdict` for what is inside only: it copies everything it goes through
     ]
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("ab") as file:

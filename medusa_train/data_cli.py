@@ -39,7 +39,7 @@ def inspect(
         typer.echo(f"page: {html}")
 
 
-@data_app.command()
+@app.command()
 def push(
     run: Annotated[Path, typer.Argument(help="Folder of a run.")],
     repo: Annotated[str, typer.Argument(help="user/repository on the Hub.")],
