@@ -7,6 +7,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+from medusa_train.eval.report import summary_markdown
 from medusa_train.inference.files import write_text
 
 _CARD = """\
@@ -19,15 +20,12 @@ Trained {copy}with medusa-train {version}. {promise}
 
 ## Measured
 
-{asked}, batch 1, temperature 0, up to {max_new_tokens} tokens each, {dtype}, on {machine}:
+On {machine}{weights}:
 
-| | |
-|---|---|
-{figures}
-
+{summary}
 Tokens per step: {tokens_per_step}.
 Speedup: {speedup}.
-{categories}
+
 ## Training
 
 {data} Loss, optimizer and all other settings are in {recipe}.
@@ -110,6 +108,7 @@ def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | Non
     backbone, reduced = setting["backbone"], setting["draft_vocab_size"]
     link = f"[{backbone}](https://huggingface.co/{backbone})"
     adapted = "kl_to_base" in train["result"]
+    quantization = train["recipe"]["backbone"].get("quantization")
     pad = " --pad-vocabulary" if reduced else ""
     elsewhere = ""
     if licence is not None:
@@ -127,14 +126,11 @@ def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | Non
         vocabulary=f"drafting the {reduced} most frequent tokens" if reduced else "drafting the whole vocabulary",
         version=train["environment"]["medusa_train"],
         promise=_ADAPTED.format(**train["result"]) if adapted else _FROZEN,
-        asked=_asked(setting),
-        max_new_tokens=setting["max_new_tokens"],
-        dtype=", ".join(filter(None, (setting["dtype"], train["recipe"]["backbone"].get("quantization")))),
         machine=_machine(report["environment"]),
-        figures="\n".join(f"| {name} | {value} |" for name, value in _figures(report)),
+        weights=f", the backbone in {quantization}" if quantization else "",
+        summary=summary_markdown(report),
         tokens_per_step=report["definitions"]["tokens_per_step"],
         speedup=report["definitions"]["speedup"],
-        categories=_categories(report),
         data=_data(made),
         recipe="`run.json`" if licence is not None else "`train/run.json` of the run",
         training="\n".join(f"| `{name}` | {value} |" for name, value in _settings(train["recipe"])),
@@ -159,40 +155,6 @@ def tokens_per_step(report: dict[str, Any]) -> float:
 def speedups(report: dict[str, Any]) -> dict[str, float]:
     """Baseline -> the median decode speedup over it, for those that were measured."""
     return {name: float(report["speedup"][name]["median"]) for name in _BASELINES if report["speedup"].get(name)}
-
-
-def _figures(report: dict[str, Any]) -> list[tuple[str, str]]:
-    setting, replay = report["setting"], report["replay"]["tokens_per_step"] or float("nan")
-    compared = {"plain": "plain greedy decoding", "generate": "`generate`"}
-    return [
-        ("tokens per step", f"{tokens_per_step(report):.2f}"),
-        (f"the same, replayed over {report['replay']['answers']} held-out answers to their end", f"{replay:.2f}"),
-        *((f"decode speedup {_BASELINES[name]}", f"{value:.2f}") for name, value in speedups(report).items()),
-        ("tokens per verification pass (tree)", str(setting["tree_size"])),
-        *(
-            (f"identical to {words}, token for token", f"{found['identical_share']:.0%} of prompts")
-            for name, words in compared.items()
-            if (found := report["losslessness"].get(f"over_{name}"))
-        ),
-    ]
-
-
-def _categories(report: dict[str, Any]) -> str:
-    rows = report.get("categories")
-    if not rows:
-        return ""
-    lines = ["", "| category | prompts | tokens per step | speedup over one-token decoding |", "|---|---|---|---|"]
-    for row in rows:
-        ours = row["arms"]["medusa"]
-        step, over = ours["tokens_per_step"], ours["over_plain"]
-        cells = (
-            row["category"],
-            row["prompts"],
-            f"{step:.2f}" if step else "–",
-            f"{over['median']:.2f}" if over else "–",
-        )
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join([*lines, ""])
 
 
 def _asked(setting: dict[str, Any]) -> str:
@@ -237,7 +199,6 @@ def _limits(report: dict[str, Any], link: str, licence: dict[str, str] | None) -
         "In bf16 and fp16, passes of different sizes round differently, and near-ties may fall the other way; "
         "the share of identical outputs above is measured.",
         *([chain] if setting["kind"] == "medusa" else []),
-        *report.get("warnings", []),
     ]
 
 
