@@ -14,11 +14,11 @@ from huggingface_hub import ModelCard
 from safetensors.torch import load_file, save_file
 
 from conftest import assert_refused
+from medusa_train.eval.report import interval_text
 from medusa_train.import_heads import import_heads
 from medusa_train.inference import UserError, load_backbone
 from medusa_train.inference.checkpoint import load_heads
 from medusa_train.job import Job
-from medusa_train.eval.report import interval_text
 from medusa_train.model_card import model_card
 from medusa_train.publish import hub_errors
 from medusa_train.recipe import load_recipe
