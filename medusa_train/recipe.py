@@ -186,8 +186,8 @@ class TrainingSection(_Section):
     """cached: hidden states from the disk; online: computed for every step, for training longer than the disk."""
     pack_tokens: int = Field(2048, ge=2)
     """online: tokens of one packed sequence; a longer text gets a longer one."""
-    learning_rate: float = Field(1e-3, gt=0)
-    num_train_epochs: float = Field(4, gt=0)
+    learning_rate: float = Field(2e-3, gt=0)
+    num_train_epochs: float = Field(2, gt=0)
     per_device_train_batch_size: int = Field(512, ge=1)
     """Positions, or online packed sequences; online it is 1 unless given."""
     gradient_accumulation_steps: int = Field(1, ge=1)
@@ -217,7 +217,7 @@ class TrainingSection(_Section):
     """λ: weight of the whole loss."""
     loss_decay: float = Field(0.8, gt=0, le=1)
     """γ: head k counts γ^(k-1)."""
-    soft_share: float = Field(0.5, ge=0, le=1)
+    soft_share: float = Field(0.8, ge=0, le=1)
     """α: 0 learns the tokens, 1 the backbone's distribution."""
 
     @model_validator(mode="after")

@@ -17,7 +17,7 @@ CHANGES = [
     ("data.num_prompts", 640, 5, "prompts"),
     ("data.max_new_tokens", 512, 64, "distill"),
     ("heads.num_heads", 3, 2, "train"),
-    ("training.learning_rate", 0.001, 0.5, "train"),
+    ("training.learning_rate", 0.002, 0.5, "train"),
     ("inference.max_rank", 10, 3, "tree"),
     ("eval.repeats", 3, 9, "eval"),
 ]
