@@ -15,7 +15,7 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -229,10 +229,11 @@ class _Fleet:
         import openai
 
         reason, unreachable = "", False
+        missed: set[str] = set()  # servers that did not answer this question
         for tries in range(self.settings.retries + 1):
             if tries:
                 await asyncio.sleep(self._pause(tries))
-            server = await self._free_server()
+            server = await self._free_server(missed)
             server.in_flight += 1
             try:
                 async with asyncio.timeout(self.settings.timeout):
@@ -259,6 +260,7 @@ class _Fleet:
             self.faults[reason] += 1
             self.progress.retries += tries < self.settings.retries
             if unreachable:
+                missed.add(server.url)
                 server.faults += 1
                 server.rests_until = max(server.rests_until, time.monotonic() + self._pause(server.faults))
         if unreachable and not any(await asyncio.gather(*map(self._models, self._servers))):
@@ -289,8 +291,11 @@ class _Fleet:
     def _pause(self, tries: int) -> float:
         return min(LONGEST_WAIT, FIRST_WAIT * 2.0 ** (tries - 1)) * self._jitter.uniform(0.5, 1.0)
 
-    async def _free_server(self) -> _Server:
-        """The least busy server that is well; one that was not reached last time gets a single request to show it."""
+    async def _free_server(self, missed: Collection[str]) -> _Server:
+        """The least busy server that is well; one that was not reached last time gets a single request to show it.
+
+        No question is spent on a dead server twice while another is well: it goes to one that it has not ``missed``.
+        """
         while True:
             now = time.monotonic()
             well = [
@@ -299,7 +304,7 @@ class _Fleet:
                 if server.rests_until <= now and not (server.faults and server.in_flight)
             ]
             if well:
-                return min(well, key=lambda server: server.in_flight)
+                return min(well, key=lambda server: (server.url in missed, server.in_flight))
             await asyncio.sleep(POLL_SECONDS)
 
     def _judge_status(self, server: _Server, error: Any) -> str:

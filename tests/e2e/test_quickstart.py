@@ -42,8 +42,9 @@ def kill_when(process, ready, what):
 def test_quickstart_survives_kills_and_reports(tmp_path):
     out = tmp_path / "run"
     rows = out / "distill" / "rows.jsonl"
-    kill_when(start(out), lambda: rows.exists() and rows.stat().st_size > 0, "the first answers")
-    early = rows.read_text().splitlines()
+    answered = out / "distill" / "appended" / "rank-00000.jsonl"
+    kill_when(start(out), lambda: answered.exists() and answered.stat().st_size > 0, "the first answers")
+    early = answered.read_text().splitlines()
     assert 0 < len(early) < 16
     kill_when(start(out), lambda: any((out / "train").glob("checkpoint-*/trainer_state.json")), "a checkpoint")
     last = start(out)
@@ -52,7 +53,7 @@ def test_quickstart_survives_kills_and_reports(tmp_path):
     assert "distill: done, kept" in printed
 
     written = rows.read_text().splitlines()
-    assert written[: len(early)] == early, "rows written before the kill must stay as they are"
+    assert set(early) <= set(written), "rows written before the kill must stay as they are"
     counts = collections.Counter(json.loads(line)["id"] for line in written)
     prompts = {json.loads(line)["id"] for line in (out / "prompts" / "prompts.jsonl").read_text().splitlines()}
     assert counts.keys() == prompts

@@ -542,6 +542,15 @@ def test_another_server_takes_over_from_one_that_dies(serve, ask, tmp_path):
     assert len(steady.requests) > len(dying.requests) > 0
 
 
+def test_no_question_is_spent_on_a_dead_server_twice(serve, ask, tmp_path, monkeypatch):
+    monkeypatch.setattr(openai_backend._Fleet, "_pause", lambda *_: 0.0)
+    dead = serve()
+    dead.fault = lambda request, before: "dropped"
+    rows = ask(tmp_path / "rows", dead, serve(), retries=1, concurrency=1)
+    assert rows == ask(tmp_path / "whole", serve())
+    assert len(dead.requests) == len(rows)
+
+
 def test_a_server_that_is_not_there_yet_does_not_stop_the_others(serve, ask, tmp_path):
     gone = serve()
     gone.die()

@@ -250,7 +250,10 @@ def test_conversations_from_a_file_are_learnt_as_they_are(recipe_file, tmp_path)
         for word in WORDS
     ] + [{"messages": [{"role": "user", "content": "nobody answers"}]}]  # fmt: skip
     talks.write_text("".join(json.dumps(record) + "\n" for record in records))
-    job = run(recipe_file, f"data.conversations={talks}", stages=["prompts", "distill", "cache"])
+    with pytest.raises(UserError, match=r"talks\.jsonl line 13: no turn of an assistant; .*data\.on_bad_rows=skip"):
+        run(recipe_file, f"data.conversations={talks}", stages=["prompts", "distill"])
+    words = (f"data.conversations={talks}", "data.on_bad_rows=skip")
+    job = run(recipe_file, *words, stages=["prompts", "distill", "cache"])
     rows = [row for split in ("train", "calibration", "heldout") for row in job.rows(split)]
     assert len(rows) == len(WORDS)
     for row in rows:

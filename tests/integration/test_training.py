@@ -22,6 +22,7 @@ import medusa_train.job
 import medusa_train.train_stage
 import medusa_train.trainer
 from conftest import assert_refused, make_llama
+from medusa_train.data.hidden_states import write_shard
 from medusa_train.inference import UserError
 from medusa_train.inference.checkpoint import WEIGHTS
 from medusa_train.job import Job
@@ -349,7 +350,7 @@ def damage_cache(folder, value):
     path = folder / "cache" / "train" / "shard-00000.safetensors"
     tensors = load_file(path)
     tensors["hidden"][1, 0] = value
-    save_file(tensors, path)
+    write_shard(path, tensors)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -385,7 +386,7 @@ def test_more_heads_than_the_longest_answer_are_refused(train, cached):
     for path in (train.folder / "cache" / "train").glob("*.safetensors"):  # answers of two tokens
         tensors = load_file(path)
         tensors["ends"] = torch.minimum(tensors["ends"], torch.arange(len(tensors["ends"])) // 2 * 2 + 2)
-        save_file(tensors, path)
+        write_shard(path, tensors)
     with pytest.raises(UserError, match=r"num_heads=2, but the longest training answer has 2 tokens.*num_heads=1"):
         train()
     assert result(train("heads.num_heads=1"))["optimizer_steps"]
