@@ -173,7 +173,7 @@ class _Fleet:
             outcome = question if isinstance(question, Failure) else await self._converse(question)
             failed = isinstance(outcome, Failure)
             self._outcomes.append(outcome)
-            self.progress.advance(outcome.learnt_tokens if isinstance(outcome, Row) else 0, failed)
+            self.progress.advance(outcome.learnt_tokens if isinstance(outcome, Row) else 0, failed=failed)
             if isinstance(question, Failure):
                 await asyncio.sleep(0)
                 continue

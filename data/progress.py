@@ -1,4 +1,4 @@
-"""One line that tells how far a distillation is: it moves with every answer, and is written now and then into logs."""
+"""One line that tells how far a distillation is; it moves with every answer, or batch of them, and goes to logs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LOG_SECONDS = 15.0  # between lines where nobody looks at a moving one
 class AnswerProgress:
     """Answers, tokens per second and the time left; a context manager.
 
-    On a terminal a bar that moves per answer, elsewhere a plain line every `LOG_SECONDS` and a last one.
+    On a terminal a moving bar, elsewhere a plain line every `LOG_SECONDS` and a last one.
     """
 
     def __init__(self, total: int, wanted_tokens: int | None, answered: int = 0, tokens: int = 0) -> None:
@@ -47,12 +47,12 @@ class AnswerProgress:
         if self._new_answers and kind is None:
             tqdm.write(f"distill: {self.line()}")
 
-    def advance(self, tokens: int, failed: bool = False) -> None:
-        """One more prompt is answered with so many tokens, or has failed."""
-        self.answered += 1
+    def advance(self, tokens: int, answers: int = 1, failed: bool = False) -> None:
+        """So many more prompts are answered, with so many tokens in all, or one has failed."""
+        self.answered += answers
         self.tokens += tokens
         self.failed += failed
-        self._new_answers += 1
+        self._new_answers += answers
         self._new_tokens += tokens
         if not self._bar.disable:
             self._bar.update(self._task, completed=self.answered, description=self.line())

@@ -57,8 +57,7 @@ def _answer_batches(
                 waiting = [journal.status[place] == WAITING for place, _ in members]
                 missing = [row for row, is_missing in zip(rows, waiting, strict=True) if is_missing]
                 journal.append(missing)
-                for row in missing:
-                    progress.advance(row.learnt_tokens)
+                progress.advance(sum(row.learnt_tokens for row in missing), len(missing))
         told = [[int(journal.tokens[place]) for place, _ in members] for _, members in turns]
         if budget is not None and ranks > 1:  # each process knows the tokens of its own batches
             mine = told[state.process_index] if state.process_index < len(told) else []
