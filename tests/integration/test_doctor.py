@@ -74,7 +74,7 @@ def test_rows_are_counted_and_one_is_shown(command, recipe, tmp_path):
     told = json.loads((tmp_path / "doctor.json").read_text())
     assert told["data"]["rows"] == {"train": 3, "calibration": 3, "heldout": 3}
     assert told["data"]["targets"] == [27, 24, 21]
-    assert told["train"]["steps"] == 4 * 7
+    assert told["train"]["steps"] == 2 * 7
     assert out.count("[[") == out.count("]]") == 2  # the legend and the answer
     assert "<|im_end|>]]" in out
     assert "\x1b" not in out
