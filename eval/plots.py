@@ -17,11 +17,11 @@ LARGEST_TREE = 64  # nodes of a tree that is drawn whole
 
 def report_plots(report: Mapping[str, Any]) -> list[dict[str, str]]:
     """SVG and caption of every figure of a report."""
-    hydra = "; the tokens before it were true too." if report["setting"]["kind"] == "hydra" else "."
+    before = "." if report["setting"]["kind"] == "medusa" else "; the tokens before it were true too."
     figures = {
         "Expected tokens per step and speedup of each tree size, from exact counts on calibration answers and step "
         "times measured on this device. The ring is the chosen size.": _by_tree_size(report),
-        "Rank of the token that really came, on held-out answers" + hydra: _head_recall(report),
+        "Rank of the token that really came, on held-out answers" + before: _head_recall(report),
         "Tokens emitted by a step.": _step_histogram(report),
     }
     if report["setting"]["tree_paths"]:

@@ -80,7 +80,7 @@ class AdaptiveDrafter:
         Args:
             heads: as `MedusaModel` keeps them, on the backbone's device.
             calibration: see `Calibration`.
-            embed: the backbone's embedding, for hydra heads.
+            embed: the backbone's embedding, for heads that read tokens.
             size: always this many tokens per pass (a dynamic tree of static shape); None adapts the size as well.
 
         Raises:

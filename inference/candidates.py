@@ -1,7 +1,8 @@
 """From a hidden state and a root to the tokens of a tree: each node holds one of its head's best.
 
 A medusa head looks at the hidden state alone, so it has one list of candidates for all nodes of its depth. A hydra head
-also reads the tokens that lead to the node, so it has a list for every parent, and the tree is filled level by level.
+or a recurrent drafter also reads the tokens that lead to the node, so it has a list for every parent, and the tree is
+filled level by level.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class TreeFiller:
 
         Args:
             heads: on the device where they run.
-            embed: the backbone's embedding; hydra heads need it.
+            embed: the backbone's embedding; heads that read tokens need it.
 
         Raises:
             UserError: the tree does not fit the heads (`Tree.check`).
@@ -53,7 +54,7 @@ class TreeFiller:
         tree.check(heads.config.num_heads, heads.config.projection_size)
         self.heads, self.tree, self.embed = heads, tree, embed
         device = heads.draft_token_ids.device
-        self._levels = [_level(tree, depth, heads.config.kind == "hydra", device) for depth in range(1, tree.depth + 1)]
+        self._levels = [_level(tree, depth, heads.config.reads_tokens, device) for depth in range(1, tree.depth + 1)]
 
     def tokens(self, hidden: Tensor, roots: Tensor) -> Tensor:
         """Hidden ``(B, hidden)``, roots ``(B,)`` -> ``(B, N)`` token ids of the nodes, the root's first."""
@@ -81,10 +82,10 @@ class TreeFiller:
 
     def _logits(self, hidden: Tensor, tokens: Tensor, head: int, level: Level) -> Tensor:
         """``(B, P, V')`` one row of logits per list of candidates."""
-        if self.heads.config.kind == "medusa":
+        if not self.heads.config.reads_tokens:
             shared: Tensor = self.heads(hidden, head)
             return shared[:, None]
-        assert self.embed is not None, "hydra heads read the backbone's embeddings"
+        assert self.embed is not None, f"{self.heads.config.kind} heads read the backbone's embeddings"
         before = self.embed(tokens[:, level.lines]).to(hidden)
         logits: Tensor = self.heads(hidden[:, None].expand(-1, len(level.lines), -1), head, before)
         return logits

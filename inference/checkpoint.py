@@ -1,8 +1,8 @@
 """A heads checkpoint: one folder (or Hub repository) that says everything needed to use it.
 
 ``medusa_lm_head.safetensors`` holds ``{head}.{layer}.linear.{weight,bias}`` and ``{head}.{layers}.weight``, the names
-of FasterDecoding/Medusa that serving engines read; heads that share the backbone's projection leave out the latter, and
-heads with a reduced vocabulary add ``draft_token_ids``.
+of FasterDecoding/Medusa that serving engines read (a recurrent drafter is one head); heads that share the backbone's
+projection leave out the latter, and heads with a reduced vocabulary add ``draft_token_ids``.
 ``config.json`` has no ``architectures`` key (TGI would take the folder for a whole model) and carries the probe of the
 backbone that the heads were trained on. ``tree.json`` is optional. Heads that were trained with a LoRA adapter of their
 backbone say so in ``config.json`` and carry it in ``adapter/``. Loading is strict: nothing is guessed, nothing is
@@ -154,7 +154,7 @@ def expected_shapes(config: HeadsConfig) -> dict[str, tuple[int, ...]]:
     """Names and shapes of every tensor in a checkpoint with this config."""
     hidden, columns = config.hidden_size, config.projection_size
     shapes: dict[str, tuple[int, ...]] = {"draft_token_ids": (columns,)} if config.draft_vocab_size else {}
-    for head in range(config.num_heads):
+    for head in range(config.weight_sets):
         for layer in range(config.num_layers):
             shapes[f"{head}.{layer}.linear.weight"] = (hidden, config.input_size(head, layer))
             shapes[f"{head}.{layer}.linear.bias"] = (hidden,)
@@ -219,7 +219,7 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
     num_heads, num_layers, hidden_size, vocab_size = (int(content[key]) for key in needed)
     kind = content.get("model_type", "medusa")  # heads written elsewhere may not say
     if kind not in get_args(HeadsKind):
-        raise UserError(f"{path}: model_type {kind!r}; heads are {' or '.join(get_args(HeadsKind))}")
+        raise UserError(f"{path}: model_type {kind!r}; heads are {', '.join(get_args(HeadsKind))}")
     draft_vocab_size = content.get("draft_vocab_size", 0)
     if not isinstance(draft_vocab_size, int) or vocab_size > MOST_TOKENS:
         raise UserError(f"{path}: draft_vocab_size or vocab_size is no number of tokens")
@@ -230,8 +230,8 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
 def _check_tensors(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path) -> None:
     where = folder / WEIGHTS
     found = {int(match[1]) for name in tensors if (match := re.match(r"(\d+)\.", name))}
-    if len(found) != config.num_heads:
-        raise UserError(f"{where} holds {len(found)} heads, but {CONFIG} says {config.num_heads}; correct {CONFIG}")
+    if len(found) != config.weight_sets:
+        raise UserError(f"{where} holds {len(found)} heads, but {CONFIG} says {config.weight_sets}; correct {CONFIG}")
     layers = {int(match[1]) for name in tensors if (match := re.match(r"0\.(\d+)\.linear\.weight", name))}
     if len(layers) != config.num_layers:
         raise UserError(f"{where} holds {len(layers)} layers a head, but {CONFIG} says {config.num_layers}")

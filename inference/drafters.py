@@ -74,7 +74,7 @@ class NoDrafter:
 
 
 class MedusaDrafter:
-    """Fills one tree with the best tokens of each head, of either kind."""
+    """Fills one tree with the best tokens of each head, of any kind."""
 
     def __init__(self, heads: MedusaHeads, tree: Tree, embed: Embed | None = None) -> None:
         """See `TreeFiller`."""

@@ -8,6 +8,9 @@ the backbone's.
 Hydra heads (Ankner et al. 2024, "Hydra", section 3) know what they continue: head k also reads the embeddings of the
 root token t+1 and of the k-1 tokens drafted after it. Here they enter its first residual block, beside the hidden
 state: x + SiLU(W [x; e_1; ...; e_k] + b).
+
+A recurrent drafter (after Cheng et al. 2024, "Recurrent Drafter") is one set of weights for all depths: the same
+blocks read one token after the other, x_k = blocks(x_{k-1}, e_k) from x_0 = h_t, and depth k projects x_k.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from medusa_train.inference.errors import UserError
 if TYPE_CHECKING:
     from medusa_train.inference.backbone import Backbone
 
-HeadsKind = Literal["medusa", "hydra"]
+HeadsKind = Literal["medusa", "hydra", "recurrent"]
 Projection = Literal["own", "shared"]
 
 
@@ -34,11 +37,12 @@ class HeadsConfig:
 
     Attributes:
         num_heads: K, how many tokens ahead of the backbone the heads reach.
-        num_layers: residual blocks per head.
+        num_layers: residual blocks per head, or of a recurrent drafter.
         hidden_size: width of the backbone's last hidden state.
         vocab_size: rows of the backbone's output projection.
         draft_vocab_size: rows of each head's projection; 0 for the whole vocabulary.
-        kind: ``medusa`` heads read the hidden state alone, ``hydra`` heads also the tokens that they continue.
+        kind: ``medusa`` heads read the hidden state alone, ``hydra`` heads also the tokens that they continue; in a
+            ``recurrent`` drafter, all heads are the same weights, which read these tokens one by one.
         lm_head: ``own`` gives every head a projection to train; ``shared`` ends all of them in the backbone's, which
             is neither trained nor saved.
     """
@@ -58,8 +62,10 @@ class HeadsConfig:
             raise UserError(
                 f"heads.draft_vocab_size={self.draft_vocab_size} is outside 0..{self.vocab_size} (the vocabulary)"
             )
-        if self.kind == "hydra" and self.num_layers < 1:
-            raise UserError("heads.num_layers must be at least 1 for hydra heads: their first layer reads the tokens")
+        if self.reads_tokens and self.num_layers < 1:
+            raise UserError(
+                f"heads.num_layers must be at least 1 for {self.kind} heads: their first layer reads the tokens"
+            )
         if self.lm_head == "shared" and self.num_layers < 1:
             raise UserError("heads.num_layers must be at least 1 with a shared lm_head: nothing else is trained")
 
@@ -67,9 +73,19 @@ class HeadsConfig:
     def projection_size(self) -> int:
         return self.draft_vocab_size or self.vocab_size
 
+    @property
+    def reads_tokens(self) -> bool:
+        """Whether a draft depends on the tokens before it, and not on the hidden state alone."""
+        return self.kind != "medusa"
+
+    @property
+    def weight_sets(self) -> int:
+        """How many heads have weights of their own."""
+        return 1 if self.kind == "recurrent" else self.num_heads
+
     def input_size(self, head: int, layer: int) -> int:
-        """What a residual block reads: the hidden state and, in a hydra head's first, the embeddings before it."""
-        tokens = head + 1 if self.kind == "hydra" and layer == 0 else 0
+        """What a residual block reads: the hidden state and, in the first, embeddings of tokens."""
+        tokens = {"medusa": 0, "hydra": head + 1, "recurrent": 1}[self.kind] if layer == 0 else 0
         return (1 + tokens) * self.hidden_size
 
 
@@ -108,7 +124,7 @@ class MedusaHeads(nn.Module):
             nn.ModuleList(
                 ResidualBlock(config.hidden_size, config.input_size(head, layer)) for layer in range(config.num_layers)
             )
-            for head in range(config.num_heads)
+            for head in range(config.weight_sets)
         )
         if config.lm_head == "own":
             for head in self.heads:
@@ -122,7 +138,7 @@ class MedusaHeads(nn.Module):
         """Fresh heads in fp32 whose logits equal the backbone's (on the draft vocabulary).
 
         Raises:
-            UserError: hydra heads for a backbone whose embeddings have another width than its hidden states.
+            UserError: heads that read tokens, for a backbone whose embeddings are not as wide as its hidden states.
         """
         check_embeddings(config, backbone)
         heads = cls(config, draft_token_ids).to(backbone.device)
@@ -154,7 +170,7 @@ class MedusaHeads(nn.Module):
             hidden: ``(..., hidden)`` last hidden states.
             head: ``0..K-1``.
             before: ``(..., head + 1, hidden)`` embeddings (`Backbone.embed`) of the root and the tokens drafted since;
-                hydra heads need them, medusa heads do not look at them.
+                medusa heads do not look at them.
 
         Returns:
             ``(..., V')``.
@@ -162,20 +178,27 @@ class MedusaHeads(nn.Module):
         Raises:
             UserError: the heads share the backbone's projection and were not given one.
         """
-        blocks = list(cast(nn.ModuleList, self.heads[head]))
+        blocks = list(cast(nn.ModuleList, self.heads[min(head, self.config.weight_sets - 1)]))
         projection = blocks.pop() if self.config.lm_head == "own" else self.shared
         if projection is None:
             raise UserError("these heads end in the backbone's projection; call heads.share_projection(backbone) first")
         x = hidden
-        more: tuple[Tensor, ...] = ()
-        if self.config.kind == "hydra":
-            assert before is not None, "hydra heads read the tokens before them"
-            # Embeddings of different models differ in scale by orders of magnitude; hidden states are normed already.
-            more = (nn.functional.rms_norm(before, before.shape[-1:]).flatten(-2),)
-        for block in blocks:
-            x, more = block(x, *more), ()
+        for more in self._readings(before):
+            for block in blocks:
+                x, more = block(x, *more), ()
         logits: Tensor = projection(x)
         return logits
+
+    def _readings(self, before: Tensor | None) -> list[tuple[Tensor, ...]]:
+        """What the first block reads beside the state, for each time that the blocks are run."""
+        if not self.config.reads_tokens:
+            return [()]
+        assert before is not None, f"{self.config.kind} heads read the tokens before them"
+        # Embeddings of different models differ in scale by orders of magnitude; hidden states are normed already.
+        normed = nn.functional.rms_norm(before, before.shape[-1:])
+        if self.config.kind == "hydra":
+            return [(normed.flatten(-2),)]
+        return [(token,) for token in normed.unbind(-2)]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``medusa_lm_head.safetensors`` and ``config.json``; see `checkpoint.save_heads`."""
@@ -192,9 +215,9 @@ class MedusaHeads(nn.Module):
 
 
 def check_embeddings(config: HeadsConfig, backbone: Backbone) -> None:
-    """Refuse hydra heads on a backbone whose embeddings are not as wide as its hidden states."""
-    if config.kind == "hydra" and backbone.embedding_size != config.hidden_size:
+    """Refuse heads that read tokens on a backbone whose embeddings are not as wide as its hidden states."""
+    if config.reads_tokens and backbone.embedding_size != config.hidden_size:
         raise UserError(
-            f"hydra heads need embeddings as wide as the hidden states ({config.hidden_size}), "
+            f"{config.kind} heads need embeddings as wide as the hidden states ({config.hidden_size}), "
             f"{backbone.source or 'this backbone'} has {backbone.embedding_size}; use heads.kind: medusa"
         )

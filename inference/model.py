@@ -195,7 +195,7 @@ class MedusaModel:
         """
         device = self.backbone.device
         states = hidden.to(device, self.backbone.dtype)
-        embedded = self.backbone.embed(before.to(device)) if self.heads.config.kind == "hydra" else None
+        embedded = self.backbone.embed(before.to(device)) if self.heads.config.reads_tokens else None
         logits: Tensor = self.heads(states, head, embedded)
         return logits
 

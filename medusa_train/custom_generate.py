@@ -71,7 +71,7 @@ class Heads:
         for node, line in enumerate(self.lines):
             self.sees[node, line] = True
         self.tensors, self.embed = tensors, model.get_input_embeddings()
-        self.layers, self.is_hydra = config["medusa_num_layers"], config["model_type"] == "hydra"
+        self.layers, self.kind = config["medusa_num_layers"], config["model_type"]
         ids = tensors.get("draft_token_ids")
         self.token_ids = range(config["vocab_size"]) if ids is None else ids.tolist()
         projection = model.get_output_embeddings().weight  # what heads without one of their own end in
@@ -83,24 +83,29 @@ class Heads:
         for depth in range(len(self.paths[-1])):
             parents = [node for node, path in enumerate(self.paths) if len(path) == depth and self.children[node]]
             before = [[tokens[node] for node in self.lines[parent]] for parent in parents]
-            logits = self.logits(depth, hidden, before if self.is_hydra else before[:1])
+            logits = self.logits(depth, hidden, before[:1] if self.kind == "medusa" else before)
             ranks = 1 + max(self.paths[child][-1] for parent in parents for child in self.children[parent])
             best = logits.topk(ranks).indices.tolist()
             for row, parent in enumerate(parents):
                 for child in self.children[parent]:
-                    tokens[child] = self.token_ids[best[row if self.is_hydra else 0][self.paths[child][-1]]]
+                    tokens[child] = self.token_ids[best[0 if self.kind == "medusa" else row][self.paths[child][-1]]]
         return tokens
 
     def logits(self, head: int, hidden: Tensor, before: list[list[int]]) -> Tensor:
-        """One head's projections: ``(rows, vocabulary)``; hydra heads also read the tokens before, a list per row."""
+        """One head's projections, ``(rows, vocabulary)``; all but Medusa heads read the rows of tokens before."""
         x = hidden.expand(len(before), -1)
-        for layer in range(self.layers):
-            weight, bias = (self.tensors[f"{head}.{layer}.linear.{name}"] for name in ("weight", "bias"))
-            read = x
-            if self.is_hydra and layer == 0:
-                embedded = self.embed(torch.tensor(before, device=self.embed.weight.device)).to(x)
-                read = torch.cat([x, functional.rms_norm(embedded, embedded.shape[-1:]).flatten(-2)], dim=-1)
-            x = x + functional.silu(functional.linear(read, weight, bias))
+        readings: list[list[Tensor]] = [[]]
+        if self.kind != "medusa":
+            embedded = self.embed(torch.tensor(before, device=self.embed.weight.device)).to(x)
+            embedded = functional.rms_norm(embedded, embedded.shape[-1:])
+            readings = [[embedded.flatten(-2)]]  # hydra: all at once
+            if self.kind == "recurrent":  # one after the other, by the same weights at every depth
+                head, readings = 0, [[token] for token in embedded.unbind(-2)]
+        for more in readings:
+            for layer in range(self.layers):
+                weight, bias = (self.tensors[f"{head}.{layer}.linear.{name}"] for name in ("weight", "bias"))
+                read = torch.cat([x, *more], dim=-1) if layer == 0 else x
+                x = x + functional.silu(functional.linear(read, weight, bias))
         return functional.linear(x, self.tensors.get(f"{head}.{self.layers}.weight", self.shared))
 
 

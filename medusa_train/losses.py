@@ -79,7 +79,7 @@ def medusa_loss(
 
     Args:
         hidden: ``(B, hidden)`` inputs of the heads.
-        roots: ``(B,)`` the token after each; hydra heads read it and, in training, the true tokens after it.
+        roots: ``(B,)`` the token after each; heads that read tokens read it and, in training, the true ones after it.
         teacher_hidden: ``(B, K, hidden)`` backbone states whose projections are the soft labels.
         labels: ``(B, K)`` token ids, `IGNORED` where there is no target, and then also for all later heads.
         teacher_projection: ``(V', hidden)`` rows of the backbone's projection for the draft vocabulary.
@@ -87,7 +87,7 @@ def medusa_loss(
             carry no hard loss; the soft loss is over the draft vocabulary.
         num_items: valid (position, head) pairs of the global batch; those of this batch by default.
         shape_logits: what the backbone does to raw projections (`Backbone.shape_logits`).
-        embed: the backbone's embedding, for hydra heads.
+        embed: the backbone's embedding, for heads that read tokens.
 
     Returns:
         The loss, exactly zero with zero gradient for a batch without a valid position, and each head's part in it.
@@ -101,7 +101,7 @@ def medusa_loss(
 
     def chunk_loss(head: int, inputs: Tensor, before: Tensor, teacher: Tensor, columns: Tensor) -> Tensor:
         """Summed loss of one head over a chunk of valid positions."""
-        embedded = embed(before).to(inputs) if embed and heads.config.kind == "hydra" else None
+        embedded = embed(before).to(inputs) if embed and heads.config.reads_tokens else None
         logits = shape_logits(heads(inputs, head, embedded)).float()
         loss = (1 - weights.soft_share) * functional.cross_entropy(
             logits, columns, ignore_index=IGNORED, reduction="sum"

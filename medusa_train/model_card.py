@@ -87,7 +87,7 @@ vLLM and Text Generation Inference need the merged model (medusa-train's recipes
 `medusa-train export {where} heads-for-vllm --to vllm --backbone merged{pad}`.
 """
 
-_HYDRA = "\nvLLM and Text Generation Inference do not load hydra heads.\n"
+_UNSERVED = "\nvLLM and Text Generation Inference do not load {kind} heads.\n"
 
 _BASELINES = {"over_generate": "over transformers `generate`", "over_plain": "over one-token decoding in the same loop"}
 
@@ -114,8 +114,10 @@ def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | Non
     if licence is not None:
         adapter = _MERGE.format(where=where) if adapted else ""
         elsewhere += _CUSTOM_GENERATE.format(where=where, adapter=adapter)
-    servers = _HYDRA if setting["kind"] == "hydra" else _MERGED_SERVERS if adapted else _SERVERS
-    elsewhere += servers.format(where=where, backbone=backbone, num_heads=setting["num_heads"], pad=pad)
+    servers = _UNSERVED if setting["kind"] != "medusa" else _MERGED_SERVERS if adapted else _SERVERS
+    elsewhere += servers.format(
+        where=where, backbone=backbone, num_heads=setting["num_heads"], pad=pad, kind=setting["kind"]
+    )
     body = _CARD.format(
         backbone=backbone,
         backbone_link=link if is_hub_id(backbone) else backbone,

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import yaml
 from transformers import AutoConfig
@@ -14,6 +14,7 @@ from transformers import AutoConfig
 from medusa_train.estimate import Shape, published_config, shape_of
 from medusa_train.inference.backbone import resolve_source
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.heads import HeadsKind
 from medusa_train.preflight import cache_bytes
 from medusa_train.recipe import Recipe
 from medusa_train.recipe_reference import meaning, section_of
@@ -70,7 +71,7 @@ def find_shape(source: str) -> Shape | None:
         raise UserError(f"cannot read the config of backbone {source}: {reason}") from error
 
 
-def choose(shape: Shape, kind: Literal["medusa", "hydra"]) -> dict[str, Choice]:
+def choose(shape: Shape, kind: HeadsKind) -> dict[str, Choice]:
     """``section.key`` -> a value for a model of these sizes."""
     chosen = {}
     answer = min(512, max(1, (shape.max_positions or 1024) // 2))
@@ -98,8 +99,8 @@ def choose(shape: Shape, kind: Literal["medusa", "hydra"]) -> dict[str, Choice]:
     if cache_bytes(prompts * answer, shape.hidden_size) > MOST_CACHE_BYTES:
         chosen["training.mode"] = Choice("online", "hidden states could take more than 400 GB")
         chosen["training.per_device_train_batch_size"] = Choice(1, "a packed sequence")
-    if kind == "hydra":
-        chosen["heads.kind"] = Choice("hydra", "in this package only; medusa for vLLM and TGI")
+    if kind != "medusa":
+        chosen["heads.kind"] = Choice(kind, "in this package only; medusa for vLLM and TGI")
     return chosen
 
 

@@ -14,7 +14,8 @@ app = typer.Typer(help="Write a recipe, or the schema of one.", no_args_is_help=
 def new(
     model: Annotated[str, typer.Option("--model", help="Hub id, local folder, .gguf file or pkg://package/file.gguf.")],
     kind: Annotated[
-        Literal["medusa", "hydra"], typer.Option("--kind", help="hydra: more tokens per step, in this package only.")
+        Literal["medusa", "hydra", "recurrent"],
+        typer.Option("--kind", help="hydra, recurrent: more tokens per step, in this package only."),
     ] = "medusa",
     out: Annotated[Path | None, typer.Option("--out", help="File to write; default: print it.")] = None,
 ) -> None:

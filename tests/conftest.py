@@ -46,11 +46,16 @@ def make_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> PreTra
 
 
 def random_heads(
-    hidden_size: int = 32, vocab_size: int = 64, num_heads: int = 3, seed: int = 0, kind: HeadsKind = "medusa"
+    hidden_size: int = 32,
+    vocab_size: int = 64,
+    num_heads: int = 3,
+    seed: int = 0,
+    kind: HeadsKind = "medusa",
+    num_layers: int = 1,
 ) -> MedusaHeads:
     """Heads with random weights: they draft nonsense, which must never change what is decoded."""
     torch.manual_seed(seed)
-    heads = MedusaHeads(HeadsConfig(num_heads, 1, hidden_size, vocab_size, kind=kind))
+    heads = MedusaHeads(HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, kind=kind))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.requires_grad_(False)

@@ -41,7 +41,7 @@ def heads_of(kind, backbone):
     config = HeadsConfig(
         3, 1, 32, 64,
         draft_vocab_size=40 if reduced else 0,
-        kind="hydra" if "hydra" in kind else "medusa",
+        kind=next((name for name in ("hydra", "recurrent") if name in kind), "medusa"),
         lm_head="shared" if "shared" in kind else "own",
     )  # fmt: skip
     heads = MedusaHeads.for_backbone(Backbone.wrap(backbone), config, torch.randperm(64)[:40] if reduced else None)
@@ -76,7 +76,9 @@ def plain(model, prompt, tokens=24, **options):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "shared", "reduced", "reduced hydra shared"])
+@pytest.mark.parametrize(
+    "kind", ["medusa", "hydra", "recurrent", "shared", "reduced", "reduced hydra shared", "reduced recurrent"]
+)
 def test_the_output_is_that_of_greedy_decoding_whatever_the_tree(tmp_path, name, kind):
     model, chance = MODELS[name](), random.Random(f"{name} {kind}")
     torch.manual_seed(0)

@@ -173,6 +173,9 @@ def near_copy(backbone, noise=0.02):
 DRAFTERS = {
     "none": lambda model, truths: NoDrafter(),
     "heads": lambda model, truths: model.drafter,
+    "recurrent-heads": lambda model, truths: MedusaModel(
+        model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="recurrent"), WIDE
+    ).drafter,
     "hydra-heads": lambda model, truths: MedusaModel(
         model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="hydra"), WIDE
     ).drafter,

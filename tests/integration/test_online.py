@@ -61,7 +61,7 @@ def batch_of(dataset):
     return batch
 
 
-@pytest.mark.parametrize("heads_kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("heads_kind", ["medusa", "hydra", "recurrent"])
 def test_gradients_are_those_of_cached_training(backbone, tmp_path, heads_kind):
     made = random_rows(11)
     nothing = KeptStates(tmp_path / "states")

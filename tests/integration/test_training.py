@@ -119,7 +119,9 @@ def train_and_kill(train, monkeypatch, step, *overrides, **named):
 ACCUMULATED = ("training.per_device_train_batch_size=16", "training.gradient_accumulation_steps=3")
 
 
-@pytest.mark.parametrize("setting", [(), ACCUMULATED, ("heads.kind=hydra",), ("heads.lm_head=shared",)])
+@pytest.mark.parametrize(
+    "setting", [(), ACCUMULATED, ("heads.kind=hydra",), ("heads.kind=recurrent",), ("heads.lm_head=shared",)]
+)
 def test_killed_again_and_again_it_ends_in_the_same_weights(train, monkeypatch, setting):
     unbroken = train(*setting, name="unbroken")
     steps = result(unbroken)["optimizer_steps"]

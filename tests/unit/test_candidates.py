@@ -14,7 +14,8 @@ from medusa_train.inference.candidates import TreeFiller
 from medusa_train.inference.checkpoint import load_heads
 
 TABLE = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * 7
-KINDS = pytest.mark.parametrize("kind", ["medusa", "hydra"])
+KINDS = pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent"])
+READERS = pytest.mark.parametrize("kind", ["hydra", "recurrent"])
 RANK_PATHS = st.lists(st.lists(st.integers(0, 4), min_size=1, max_size=3), max_size=12)
 
 
@@ -43,25 +44,43 @@ def test_every_node_holds_the_token_of_its_rank_after_its_own_path(kind, paths, 
             assert float(chances[row, node]) == pytest.approx(chance, rel=1e-4, abs=1e-9)
 
 
-def test_only_hydra_heads_look_at_the_tokens_and_not_at_their_scale():
+def test_only_medusa_heads_ignore_the_tokens_and_none_sees_their_scale():
     hidden, tree = torch.randn(1, 32), Tree.chain(3)
-    for kind, differs in (("medusa", False), ("hydra", True)):
+    for kind, differs in (("medusa", False), ("recurrent", True), ("hydra", True)):
         heads = random_heads(kind=kind)
         drafts = {
             tuple(TreeFiller(heads, tree, embed).tokens(hidden, torch.tensor([root]))[0, 1:]) for root in range(9)
         }
         assert (len({tuple(map(int, draft)) for draft in drafts}) > 1) == differs
-    once = TreeFiller(heads, tree, embed).tokens_and_chances(hidden, torch.tensor([2]), (1.0,) * 3)[1]
-    scaled = TreeFiller(heads, tree, lambda ids: 1000 * TABLE[ids]).tokens_and_chances(
-        hidden, torch.tensor([2]), (1.0,) * 3
-    )[1]
-    assert torch.allclose(once, scaled, rtol=1e-3)
+        once, scaled = (
+            TreeFiller(heads, tree, lambda ids, by=by: by * TABLE[ids]).tokens_and_chances(
+                hidden, torch.tensor([2]), (1.0,) * 3
+            )[1]
+            for by in (1, 1000)
+        )
+        assert torch.allclose(once, scaled, rtol=1e-3)
 
 
+def test_a_recurrent_drafter_reads_one_token_after_the_other():
+    """Against the recurrence written out."""
+    heads = random_heads(kind="recurrent", num_layers=2)
+    (first, second, projection), hidden = heads.heads[0], torch.randn(5, 32)
+    before = embed(torch.randint(0, 64, (5, 3)))
+    state = hidden
+    for head in range(3):
+        token = before[:, head] / before[:, head].square().mean(-1, keepdim=True).sqrt()
+        for layer, read in ((first, lambda x, token=token: torch.cat([x, token], -1)), (second, lambda x: x)):
+            pre = torch.nn.functional.linear(read(state), layer.linear.weight, layer.linear.bias)
+            state = state + pre * pre.sigmoid()
+        expected = state @ projection.weight.T
+        assert torch.allclose(heads(hidden, head, before[:, : head + 1]), expected, atol=1e-4)
+
+
+@READERS
 @pytest.mark.parametrize("draft_vocabulary", [0, 24])
-def test_hydra_heads_start_as_the_backbone_and_survive_saving(tmp_path, draft_vocabulary):
+def test_heads_that_read_tokens_start_as_the_backbone_and_survive_saving(tmp_path, kind, draft_vocabulary):
     backbone = Backbone.wrap(make_llama())
-    config = HeadsConfig(3, 2, 32, 64, draft_vocabulary, "hydra")
+    config = HeadsConfig(3, 2, 32, 64, draft_vocabulary, kind)
     ids = torch.arange(5, 5 + draft_vocabulary) if draft_vocabulary else None
     heads = MedusaHeads.for_backbone(backbone, config, ids)
     hidden = torch.randn(4, 32)
@@ -69,7 +88,8 @@ def test_hydra_heads_start_as_the_backbone_and_survive_saving(tmp_path, draft_vo
     for head in range(3):
         own = backbone.logits(hidden)[:, heads.draft_token_ids]
         assert torch.allclose(heads(hidden, head, before[:, : head + 1]), own, atol=1e-6)
-        assert heads.heads[head][0].linear.in_features == 32 * (2 + head)
+    widths = [head[0].linear.in_features for head in heads.heads]
+    assert widths == ([64, 96, 128] if kind == "hydra" else [64])
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter)
     heads.save_pretrained(tmp_path)
@@ -78,13 +98,14 @@ def test_hydra_heads_start_as_the_backbone_and_survive_saving(tmp_path, draft_vo
     assert all(torch.equal(tensor, again.state_dict()[name]) for name, tensor in heads.state_dict().items())
 
 
-def test_hydra_heads_without_a_layer_or_with_narrow_embeddings_are_refused():
-    with pytest.raises(UserError, match="num_layers must be at least 1 for hydra"):
-        HeadsConfig(3, 0, 32, 64, kind="hydra")
+@READERS
+def test_heads_that_read_tokens_are_refused_without_a_layer_or_with_narrow_embeddings(kind):
+    with pytest.raises(UserError, match=f"num_layers must be at least 1 for {kind}"):
+        HeadsConfig(3, 0, 32, 64, kind=kind)
     backbone = Backbone.wrap(make_llama())
     backbone.model.set_input_embeddings(torch.nn.Embedding(64, 16))
     with pytest.raises(UserError, match=r"as wide as the hidden states \(32\), this backbone has 16"):
-        MedusaHeads.for_backbone(backbone, HeadsConfig(3, 1, 32, 64, kind="hydra"))
+        MedusaHeads.for_backbone(backbone, HeadsConfig(3, 1, 32, 64, kind=kind))
 
 
 def test_a_folder_of_another_kind_is_named(tmp_path):
@@ -94,7 +115,7 @@ def test_a_folder_of_another_kind_is_named(tmp_path):
     with pytest.raises(UserError, match=r"0\.0\.linear\.weight has shape \(32, 32\), expected \(32, 64\)"):
         load_heads(tmp_path)
     config.write_text(config.read_text().replace('"model_type": "hydra"', '"model_type": "llama"'))
-    with pytest.raises(UserError, match="model_type 'llama'; heads are medusa or hydra"):
+    with pytest.raises(UserError, match="model_type 'llama'; heads are medusa, hydra, recurrent"):
         load_heads(tmp_path)
 
 

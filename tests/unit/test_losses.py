@@ -53,7 +53,7 @@ def slow_loss(heads, hidden, roots, teacher, labels, projection, columns, weight
     return total
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent"])
 @pytest.mark.parametrize("draft", [None, [1, 4, 7, 11]])
 @pytest.mark.parametrize("weights", [LossWeights(), LossWeights(2.0, 0.5, 0.0), LossWeights(1.0, 0.9, 1.0)])
 @pytest.mark.parametrize("chunk", [1, 3, 1024])

@@ -26,7 +26,7 @@ def written(source, chosen):
         vocab_size=st.integers(2, 300_000), cache_width=st.just(1),
         max_positions=st.none() | st.integers(2, 200_000),
     ),
-    st.sampled_from(["medusa", "hydra"]),
+    st.sampled_from(["medusa", "hydra", "recurrent"]),
 )  # fmt: skip
 def test_a_model_of_any_size_gets_a_recipe_that_loads(shape, kind):
     recipe = Recipe.model_validate(written("org/model", choose(shape, kind)))

@@ -63,7 +63,7 @@ def test_parameters_are_those_of_the_heads(heads, layers, draft):
     assert count_parameters(config) == heads * (layers * (8 * 8 + 8) + 8 * (draft or 64))
 
 
-@pytest.mark.parametrize(("kind", "lm_head"), product(("medusa", "hydra"), ("own", "shared")))
+@pytest.mark.parametrize(("kind", "lm_head"), product(("medusa", "hydra", "recurrent"), ("own", "shared")))
 def test_parameters_of_every_kind_of_heads(kind, lm_head):
     config = HeadsConfig(3, 2, 8, 64, 16, kind, lm_head)
     assert count_parameters(config) == sum(parameter.numel() for parameter in MedusaHeads(config).parameters())
