@@ -30,7 +30,8 @@ class _Commands(typer.core.TyperGroup):
 
 app = typer.Typer(
     cls=_Commands,
-    help="Medusa heads for any Hugging Face causal LM: data, training, tree decoding, honest measurement.",
+    help="Medusa heads for any Hugging Face causal LM: data, training, tree decoding, honest measurement. Stages: "
+    "prompts, distill, cache, train, tree, eval; each makes the missing ones before it.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -76,7 +77,7 @@ def _load(recipe: Path, overrides: list[str] | None, out: Path | None, seed: int
 
 
 def _run(
-    stages: list[str],
+    last: str,
     recipe: Path,
     overrides: list[str] | None,
     out: Path | None,
@@ -85,7 +86,7 @@ def _run(
     plan: bool,
     retry_failed: bool = False,
 ) -> Path | None:
-    """Run stages of a recipe; the run's folder, or None if the recipe was only printed."""
+    """Run the stages up to ``last``; the run's folder, or None if the recipe was only printed."""
     resolved = _load(recipe, overrides, out, seed)
     if plan:
         from medusa_train.recipe import to_yaml
@@ -94,7 +95,7 @@ def _run(
         return None
     from medusa_train.launch import run_recipe
 
-    run_recipe(resolved, stages, overwrite, retry_failed)
+    run_recipe(resolved, last, overwrite, retry_failed)
     return Path(resolved.output_dir)
 
 
@@ -104,7 +105,7 @@ def prompts(
     overwrite: OverwriteOption = False, plan: PlanOption = False,
 ) -> None:  # fmt: skip
     """Write or read the prompts."""
-    _run(["prompts"], recipe, overrides, out, seed, overwrite, plan)
+    _run("prompts", recipe, overrides, out, seed, overwrite, plan)
 
 
 @app.command()
@@ -113,8 +114,8 @@ def distill(
     overwrite: OverwriteOption = False, plan: PlanOption = False,
     retry_failed: Annotated[bool, typer.Option("--retry-failed", help="Ask prompts again that failed before.")] = False,
 ) -> None:  # fmt: skip
-    """Let the backbone answer the prompts (and write them first, if they are missing)."""
-    _run(["prompts", "distill"], recipe, overrides, out, seed, overwrite, plan, retry_failed)
+    """Let the backbone answer the prompts."""
+    _run("distill", recipe, overrides, out, seed, overwrite, plan, retry_failed)
 
 
 @app.command()
@@ -123,7 +124,7 @@ def cache(
     overwrite: OverwriteOption = False, plan: PlanOption = False,
 ) -> None:  # fmt: skip
     """Keep the backbone's hidden states of the answers."""
-    _run(["cache"], recipe, overrides, out, seed, overwrite, plan)
+    _run("cache", recipe, overrides, out, seed, overwrite, plan)
 
 
 @app.command()
@@ -132,7 +133,7 @@ def train(
     overwrite: OverwriteOption = False, plan: PlanOption = False,
 ) -> None:  # fmt: skip
     """Train the heads in this process; see also accelerate launch -m medusa_train.train."""
-    _run(["train"], recipe, overrides, out, seed, overwrite, plan)
+    _run("train", recipe, overrides, out, seed, overwrite, plan)
 
 
 @app.command()
@@ -141,7 +142,7 @@ def tree(
     overwrite: OverwriteOption = False, plan: PlanOption = False,
 ) -> None:  # fmt: skip
     """Choose the tree that is fastest on this device."""
-    _run(["tree"], recipe, overrides, out, seed, overwrite, plan)
+    _run("tree", recipe, overrides, out, seed, overwrite, plan)
 
 
 @app.command("eval")
@@ -150,7 +151,7 @@ def evaluate(
     overwrite: OverwriteOption = False, plan: PlanOption = False,
 ) -> None:  # fmt: skip
     """Measure on held-out prompts and write the report."""
-    _run(["eval"], recipe, overrides, out, seed, overwrite, plan)
+    _run("eval", recipe, overrides, out, seed, overwrite, plan)
 
 
 @app.command()
@@ -160,8 +161,7 @@ def quickstart(
     recipe: Annotated[Path, typer.Option("--recipe", help="Another recipe than the built-in one.")] = QUICKSTART,
 ) -> None:  # fmt: skip
     """Run every stage; by default on a small real model, in minutes on two CPU cores."""
-    stages = ["prompts", "distill", "cache", "train", "tree", "eval"]
-    folder = _run(stages, recipe, overrides, out, seed, overwrite, plan)
+    folder = _run("eval", recipe, overrides, out, seed, overwrite, plan)
     if folder:
         from medusa_train.eval.report import headline
 

@@ -1,7 +1,7 @@
 """The stages of a run, each a function of a `Job`: prompts, distill, cache, train, tree, eval.
 
-Every stage reads what the one before it wrote, writes its own subfolder of the run, and can be run again: a finished
-stage is left alone, an interrupted one goes on.
+Every stage reads what earlier ones wrote, writes its own subfolder of the run, and can be run again: a finished stage
+is left alone, an interrupted one goes on. Asking for a stage makes the missing ones before it.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ STAGES: dict[str, Callable[[Job], dict[str, Any]]] = {
     "tree": run_tree,
     "eval": run_eval,
 }
-# Stage -> what it reads, to be there before it starts and hashed into its run.json.
+# Stage -> what it reads, hashed into its run.json.
 INPUTS: dict[str, Sequence[str]] = {
     "prompts": (),
     "distill": ("prompts",),
@@ -40,30 +40,32 @@ INPUTS: dict[str, Sequence[str]] = {
 }
 
 
-def run_stages(job: Job, names: Sequence[str], overwrite: bool = False) -> None:
-    """Run the named stages in order, skipping finished ones.
+def run_stages(job: Job, last: str, overwrite: bool = False) -> None:
+    """Run the stages up to ``last`` in their order, keeping finished ones; a line tells what became of each.
+
+    Every rank of a launch calls this: rank 0 makes the prompts, all of them share out answers and hidden states, and
+    train together.
 
     Raises:
-        UserError: an earlier stage is missing, or the folder belongs to another recipe.
+        UserError: the folder belongs to another recipe, or a launch of several processes asks for a stage that
+            measures one.
     """
     folder, state = job.folder, PartialState()
-    order = list(STAGES)
+    names = list(STAGES)[: list(STAGES).index(last) + 1]
+    if state.num_processes > 1 and last in ("tree", "eval"):
+        raise UserError(f"{last} measures one process; run medusa-train {last} without a launch")
     with state.main_process_first():
         if state.is_main_process:
-            folder.check(order[: order.index(names[-1]) + 1], overwrite)
+            folder.check(names, overwrite)
             if job.retry_failed:
                 reopen_distillation(folder, overwrite)
-    if state.num_processes > 1 and (alone := [name for name in names if name in ("tree", "eval")]):
-        raise UserError(f"{alone[0]} measures one process; run medusa-train {alone[0]} without a launch")
-    if "train" in names:
+    if "train" in names and not folder.done("train"):
         check_tracker(job.recipe.training.report_to)
     for name in names:
         if folder.done(name):
             if state.is_main_process:
                 tqdm.write(f"{name}: done, kept ({folder.stage(name)})")
             continue
-        for needed in INPUTS[name]:
-            folder.result(needed)
         started = time.time()
         try:
             result = STAGES[name](job) if state.is_main_process or name != "prompts" else {}

@@ -1,6 +1,6 @@
-"""The training stage alone, for ``accelerate launch -m medusa_train.train RECIPE [section.field=value ...]``.
+"""Training for ``accelerate launch -m medusa_train.train RECIPE [section.field=value ...]``, as ``medusa-train train``.
 
-It needs the ``cache`` stage of the same recipe. Every rank runs this file; rank 0 writes.
+Missing stages before it are made first. Every rank runs this file; rank 0 writes what belongs to the run.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def main() -> None:
         if not words:
             raise UserError("usage: accelerate launch -m medusa_train.train RECIPE [section.field=value ...]")
         recipe = load_recipe(words[0], words[1:])
-        run_recipe(recipe, ["train"], overwrite="--overwrite" in sys.argv)
+        run_recipe(recipe, "train", overwrite="--overwrite" in sys.argv)
 
 
 if __name__ == "__main__":

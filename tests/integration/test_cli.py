@@ -195,12 +195,12 @@ def test_a_folder_without_heads_is_refused(command, tmp_path):
     assert_refused(command("generate", "./empty", "--prompt", "hello"), "empty", "no config.json")
 
 
-@pytest.mark.parametrize(
-    ("stage", "needed"), [("cache", "distill"), ("train", "cache"), ("tree", "train"), ("eval", "tree")]
-)
-def test_a_stage_says_which_one_it_needs_first(command, recipe, tmp_path, stage, needed):
-    assert_refused(command(stage, recipe), f"run medusa-train {needed} first")
-    assert written(tmp_path / "run") == []
+def test_a_command_makes_what_it_needs_until_something_is_wrong(command, recipe, tmp_path):
+    code, out, told = command("eval", recipe, "data.max_new_tokens=8")
+    assert code == 2
+    assert "prompts: prompts 2" in out
+    assert "no row fell into the" in told  # two prompts for three splits
+    assert not (tmp_path / "run" / "cache").exists()
 
 
 def test_a_run_of_another_recipe_is_refused_and_kept(command, recipe, tmp_path):

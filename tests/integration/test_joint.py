@@ -31,7 +31,7 @@ from medusa_train.joint import HEADS_RATE, JointHeads, JointTrainer, answer_plac
 from medusa_train.losses import LossWeights
 from medusa_train.online import OnlineHeads
 from medusa_train.recipe import LoraSection, load_recipe
-from medusa_train.stages import STAGES, run_stages
+from medusa_train.stages import run_stages
 
 VOCABULARY, HEADS = 64, 3
 
@@ -386,7 +386,7 @@ def test_evaluation_in_the_loop_reads_what_the_adapted_backbone_computes(recipe_
         medusa_train.trainer, "token_ranks", lambda model, shards: seen.append(shards) or ranks_of(model, shards)
     )
     job = Job(load_recipe(recipe_file, ["lora.warmup_steps=4", "training.load_best_model_at_end=true"]))
-    run_stages(job, list(STAGES)[:4])
+    run_stages(job, "train")
     cached = torch.cat([shard.hidden for shard in read_cache(job.folder.stage("cache") / "calibration")])
     distances = [float((torch.cat([shard.hidden for shard in shards]) - cached).abs().max()) for shards in seen]
     assert distances[0] < 0.05  # after the warm-up: rounding
@@ -411,13 +411,13 @@ def test_the_best_checkpoint_is_one_of_the_joint_training(recipe_file, monkeypat
     falling = iter(range(9, 0, -1))
     monkeypatch.setattr(medusa_train.trainer, "heads_quality", lambda *_: {"tokens_per_step": float(next(falling))})
     job = Job(load_recipe(recipe_file, ["lora.warmup_steps=4", "training.load_best_model_at_end=true"]))
-    run_stages(job, list(STAGES)[:4])
+    run_stages(job, "train")
     assert job.folder.result("train")["result"]["best_step"] == 8  # step 4 was better, and the warm-up's last
 
 
 def test_a_whole_run_and_one_that_was_killed(recipe_file, monkeypatch):
     job = Job(load_recipe(recipe_file))
-    run_stages(job, list(STAGES))
+    run_stages(job, "eval")
     result = job.folder.result("train")["result"]
     assert result["optimizer_steps"] > 8
     assert result["kl_to_base"] > 0
@@ -458,8 +458,8 @@ def test_a_whole_run_and_one_that_was_killed(recipe_file, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", dying)
         with pytest.raises(Killed):
-            run_stages(killed, list(STAGES)[:4])
-    run_stages(Job(killed.recipe), list(STAGES)[:4])
+            run_stages(killed, "train")
+    run_stages(Job(killed.recipe), "train")
     for name in ("medusa_lm_head.safetensors", "adapter/adapter_model.safetensors"):
         ours, theirs = (load_file(j.folder.heads / name) for j in (killed, job))
         assert ours.keys() == theirs.keys()
@@ -474,7 +474,7 @@ def test_given_conversations_are_measured_as_they_are_with_the_adapted_states(re
     ]
     (tmp_path / "talks.jsonl").write_text("".join(json.dumps(talk) + "\n" for talk in talks))
     job = Job(load_recipe(recipe_file, [f"data.conversations={tmp_path / 'talks.jsonl'}", "lora.warmup_steps=0"]))
-    run_stages(job, list(STAGES)[:5])
+    run_stages(job, "tree")
     assert not list(job.folder.stage("tree").glob("*.jsonl"))
     for split in ("calibration", "heldout"):
         before, now = (
@@ -488,10 +488,10 @@ def test_given_conversations_are_measured_as_they_are_with_the_adapted_states(re
 @pytest.mark.parametrize("launcher", ["DEEPSPEED", "FSDP"])
 def test_launches_that_share_out_parameters_are_refused(recipe_file, monkeypatch, launcher):
     job = Job(load_recipe(recipe_file))
-    run_stages(job, list(STAGES)[:3])
+    run_stages(job, "cache")
     monkeypatch.setenv(f"ACCELERATE_USE_{launcher}", "true")
     with pytest.raises(UserError, match=r"launch with cpu\.yaml, ddp\.yaml"):
-        run_stages(job, ["train"])
+        run_stages(job, "train")
     assert not job.folder.stage("train").exists()
 
 

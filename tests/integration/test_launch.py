@@ -19,7 +19,7 @@ import medusa_train.recipes
 from medusa_train.data.hidden_states import read_cache
 from medusa_train.inference import UserError
 from medusa_train.job import Job
-from medusa_train.launch import join_ranks
+from medusa_train.launch import check_launcher
 from medusa_train.recipe import load_recipe
 from medusa_train.stages import run_stages
 
@@ -52,7 +52,7 @@ def cached(tmp_path_factory, tiny_chat_folder):
     }  # fmt: skip
     path = folder / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    run_stages(Job(load_recipe(path)), ["prompts", "distill", "cache"])
+    run_stages(Job(load_recipe(path)), "cache")
     return path
 
 
@@ -73,7 +73,7 @@ def train_here(recipe, *overrides):
     folder = Path(load_recipe(recipe).output_dir)
     copy = shutil.copytree(folder, folder.with_name(f"here-{len(list(folder.parent.iterdir()))}"))
     job = Job(load_recipe(recipe, [*overrides, f"output_dir={copy}"]))
-    run_stages(job, ["cache", "train"], overwrite=True)
+    run_stages(job, "train", overwrite=True)
     return saved(job.folder.heads)
 
 
@@ -122,7 +122,7 @@ def test_two_processes_give_the_heads_of_one(fresh, plain):
 def test_two_processes_with_the_backbone_in_the_loop_give_the_heads_of_one(fresh, cached, lora):
     recipe, output_dir = fresh
     online = ["training.mode=online", "training.pack_tokens=64", f"lora={lora}"]
-    run_stages(Job(load_recipe(recipe, [*online, output_dir])), ["cache"], overwrite=True)
+    run_stages(Job(load_recipe(recipe, [*online, output_dir])), "cache", overwrite=True)
     done = launch("cpu", 2, recipe, output_dir, *online, "training.per_device_train_batch_size=1")
     expected = train_here(cached, *online, "training.per_device_train_batch_size=2")
     assert_gave(done, output_dir, expected)
@@ -167,22 +167,21 @@ def test_deepspeed_gives_the_same_heads_whole(fresh, plain, tmp_path, launcher):
     assert_gave(done, output_dir, plain)
 
 
-DISTILL_AND_CACHE = """
-import os, sys
+ONLY_RANK_0_WRITES = """
+import os
 from medusa_train.inference import files
-from medusa_train.launch import run_recipe
-from medusa_train.recipe import load_recipe
+from medusa_train.train import main
 if os.environ["RANK"] == "1":
     write = files.write_atomically
     def only_shards(path, fill):
         assert path.name.startswith(("batch-", "shard-")), f"rank 1 writes {path}"
         write(path, fill)
     files.write_atomically = only_shards
-run_recipe(load_recipe(sys.argv[1], sys.argv[2:]), ["prompts", "distill", "cache"])
+main()
 """
 
 
-def test_two_processes_share_out_answers_and_states_and_go_on_from_what_one_began(cached, tmp_path):
+def test_a_launch_shares_out_missing_answers_and_states_and_goes_on_from_what_one_began(cached, tmp_path):
     prompts = [{"prompt": f"what is {WORDS[i % 12]} {i} ?"} for i in range(40)]
     (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(prompt) + "\n" for prompt in prompts))
     overrides = [
@@ -190,20 +189,22 @@ def test_two_processes_share_out_answers_and_states_and_go_on_from_what_one_bega
         "data.batch_size=4", "data.max_new_tokens=9", "data.answer_tokens=120",
         "data.calibration_share=0.2", "data.heldout_share=0.2", "data.temperatures=[0.0, 0.8]",
     ]  # fmt: skip
-    stages = ["prompts", "distill", "cache"]
     alone = Job(load_recipe(cached, [*overrides, f"output_dir={tmp_path / 'alone'}"]))
-    run_stages(alone, stages)
+    run_stages(alone, "cache")
     rows = alone.folder.stage("distill") / "rows.jsonl"
 
     shared = Job(load_recipe(cached, [*overrides, f"output_dir={tmp_path / 'shared'}"]))
-    run_stages(shared, stages[:1])
+    run_stages(shared, "prompts")
     begun = shared.folder.begin("distill") / "appended" / "rank-00000.jsonl"
     begun.parent.mkdir()
     begun.write_bytes(b"".join(rows.read_bytes().splitlines(keepends=True)[:6]))  # a batch and half of another
     script = tmp_path / "entry.py"
-    script.write_text(DISTILL_AND_CACHE)
+    script.write_text(ONLY_RANK_0_WRITES)
     done = launch("cpu", 2, cached, *overrides, f"output_dir={tmp_path / 'shared'}", entry=script)
     assert done.returncode == 0, done.stderr[-3000:]
+    for told in ("prompts: done, kept", "distill: rows ", "cache: train ", "train: positions "):
+        assert done.stdout.count(told) == 1, done.stdout
+    assert (shared.folder.heads / "medusa_lm_head.safetensors").exists()
     assert (shared.folder.stage("distill") / "rows.jsonl").read_bytes() == rows.read_bytes()
     assert sorted(path.name for path in shared.folder.stage("distill").iterdir()) == sorted(
         path.name for path in alone.folder.stage("distill").iterdir()
@@ -221,11 +222,11 @@ def test_what_a_launch_needs_is_said(monkeypatch):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
     monkeypatch.setattr("accelerate.utils.is_deepspeed_available", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'medusa-train\[deepspeed\]'"):
-        join_ranks("cpu")
+        check_launcher("cpu")
     monkeypatch.delenv("ACCELERATE_USE_DEEPSPEED")
     monkeypatch.setenv("ACCELERATE_USE_FSDP", "true")
     with pytest.raises(UserError, match="FSDP runs on GPUs only"):
-        join_ranks("cpu")
+        check_launcher("cpu")
 
 
 @pytest.mark.parametrize("path", sorted(LAUNCHERS.glob("*.yaml")), ids=lambda path: path.stem)

@@ -90,7 +90,7 @@ def test_two_steps_of_training(path, tiny_backbone, prompts, tmp_path):
         ],
     )  # fmt: skip
     job = Job(recipe)
-    run_stages(job, ["prompts", "distill", "cache", "train"], overwrite=False)
+    run_stages(job, "train", overwrite=False)
     result = job.folder.result("train")["result"]
     assert result["optimizer_steps"] == 2
     assert math.isfinite(result["last_loss"])

@@ -695,7 +695,7 @@ def test_a_run_goes_on_after_kill_9(serve, ask, tiny_chat_folder, tmp_path, monk
     }  # fmt: skip
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump(recipe))
     job = Job(load_recipe(tmp_path / "recipe.yaml"))
-    run_stages(job, ["prompts"])
+    run_stages(job, "prompts")
     process = subprocess.Popen(
         [sys.executable, "-m", "medusa_train.cli", "distill", str(tmp_path / "recipe.yaml")],
         env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -710,7 +710,7 @@ def test_a_run_goes_on_after_kill_9(serve, ask, tiny_chat_folder, tmp_path, monk
     asked, kept = len(server.requests), appended.read_bytes().count(b"\n")
     assert 0 < kept < len(PROMPTS)
     server.fault = lambda *_: None
-    run_stages(job, ["prompts", "distill"])
+    run_stages(job, "distill")
     assert len(server.requests) - asked == len(PROMPTS) - kept
     assert read_rows(tmp_path / "run" / "distill" / "rows.jsonl") == whole
     assert job.folder.result("distill")["result"]["rows"] == len(PROMPTS)

@@ -48,9 +48,9 @@ def recipe_file(tmp_path, tiny_chat_folder):
     return path
 
 
-def run(recipe_file, *overrides, stages=tuple(STAGES), overwrite=False):
+def run(recipe_file, *overrides, last="eval", overwrite=False):
     job = Job(load_recipe(recipe_file, overrides))
-    run_stages(job, stages, overwrite)
+    run_stages(job, last, overwrite)
     return job
 
 
@@ -89,7 +89,7 @@ def test_replay_of_the_cache_predicts_what_decoding_measures(recipe_file):
     # Learnt by heart, and a fixed tree size, so that branches are accepted.
     job = run(
         recipe_file, "training.num_train_epochs=40", "training.learning_rate=0.02", "inference.tree_sizes=[6]",
-        stages=list(STAGES)[:5],
+        last="tree",
     )  # fmt: skip
     model = job.medusa_model()
     rows = job.rows("train")
@@ -109,7 +109,7 @@ def test_replay_of_the_cache_predicts_what_decoding_measures(recipe_file):
 
 def test_a_tree_from_the_recipe_is_used_as_it_is(recipe_file):
     paths = [[0], [1], [0, 3], [20], [21], [22], [23]]
-    job = run(recipe_file, f"inference.tree={paths}", stages=list(STAGES)[:5])
+    job = run(recipe_file, f"inference.tree={paths}", last="tree")
     model, result = job.medusa_model(), job.folder.result("tree")["result"]
     assert model.tree == Tree.from_paths(paths)
     assert (result["chosen_size"], result["chosen_by"]) == (8, "recipe")
@@ -195,12 +195,12 @@ def interrupt(monkeypatch, module, name, calls):
     ],
 )
 def test_an_interrupted_run_goes_on_to_the_same_result(recipe_file, monkeypatch, module, name, calls):
-    unbroken = run(recipe_file, f"output_dir={recipe_file.parent / 'unbroken'}", stages=list(STAGES)[:4])
+    unbroken = run(recipe_file, f"output_dir={recipe_file.parent / 'unbroken'}", last="train")
     with monkeypatch.context() as patch:
         interrupt(patch, module, name, calls)
         with pytest.raises(Killed):
-            run(recipe_file, stages=list(STAGES)[:4])
-    resumed = run(recipe_file, stages=list(STAGES)[:4])
+            run(recipe_file, last="train")
+    resumed = run(recipe_file, last="train")
     rows = [(job.folder.stage("distill") / "rows.jsonl").read_text() for job in (unbroken, resumed)]
     assert rows[0] == rows[1]
     ours, theirs = (load_file(job.folder.heads / "medusa_lm_head.safetensors") for job in (resumed, unbroken))
@@ -210,7 +210,7 @@ def test_an_interrupted_run_goes_on_to_the_same_result(recipe_file, monkeypatch,
 
 def test_training_moves_heads_and_leaves_the_backbone_alone(recipe_file, tiny_chat_folder):
     before = load_file(tiny_chat_folder / "model.safetensors")
-    job = run(recipe_file, stages=list(STAGES)[:4])
+    job = run(recipe_file, last="train")
     result = job.folder.result("train")["result"]
     assert result["last_loss"] < result["first_loss"]
     after = job.backbone.model.get_input_embeddings().weight
@@ -225,19 +225,38 @@ def test_a_torn_checkpoint_is_not_trusted(recipe_file, monkeypatch):
     with monkeypatch.context() as patch:
         interrupt(patch, torch.optim.AdamW, "step", 10)
         with pytest.raises(Killed):
-            run(recipe_file, stages=list(STAGES)[:4])
+            run(recipe_file, last="train")
     folder = load_recipe(recipe_file).output_dir
     newest = max(os.listdir(f"{folder}/train"), key=lambda name: name.startswith("checkpoint") and int(name[11:]))
     state = f"{folder}/train/{newest}/trainer_state.json"
     with open(state, "r+") as file:
         file.truncate(20)
-    run(recipe_file, stages=list(STAGES)[:4])
+    run(recipe_file, last="train")
     assert not Path(state).exists() or json.loads(Path(state).read_text())
 
 
-def test_stages_alone_say_what_is_missing(recipe_file):
-    with pytest.raises(UserError, match="no finished distill stage; run medusa-train distill first"):
-        run(recipe_file, stages=["cache"])
+def told_stages(capsys):
+    """What became of each stage, as the command told it."""
+    lines = (line.partition(": ") for line in capsys.readouterr().out.splitlines())
+    return [
+        (name, "kept" if text.startswith("done, kept") else "made")
+        for name, _, text in lines
+        if name in STAGES and (text.startswith("done, kept") or text.endswith(" s)"))
+    ]
+
+
+def test_a_stage_makes_the_missing_ones_before_it(recipe_file, capsys):
+    job = run(recipe_file, last="distill")
+    assert told_stages(capsys) == [("prompts", "made"), ("distill", "made")]
+    run(recipe_file, last="train")
+    assert told_stages(capsys) == [("prompts", "kept"), ("distill", "kept"), ("cache", "made"), ("train", "made")]
+    assert not job.folder.stage("tree").exists(), "nothing behind it is begun"
+    # Another recipe is refused, or made anew from where it differs.
+    with pytest.raises(UserError, match=r"distill was made with data.max_new_tokens=12, .* use --overwrite"):
+        run(recipe_file, "data.max_new_tokens=9", last="train")
+    assert told_stages(capsys) == []
+    run(recipe_file, "data.max_new_tokens=9", last="train", overwrite=True)
+    assert told_stages(capsys) == [("prompts", "kept"), ("distill", "made"), ("cache", "made"), ("train", "made")]
 
 
 def test_conversations_from_a_file_are_learnt_as_they_are(recipe_file, tmp_path):
@@ -251,9 +270,9 @@ def test_conversations_from_a_file_are_learnt_as_they_are(recipe_file, tmp_path)
     ] + [{"messages": [{"role": "user", "content": "nobody answers"}]}]  # fmt: skip
     talks.write_text("".join(json.dumps(record) + "\n" for record in records))
     with pytest.raises(UserError, match=r"talks\.jsonl line 13: no turn of an assistant; .*data\.on_bad_rows=skip"):
-        run(recipe_file, f"data.conversations={talks}", stages=["prompts", "distill"])
+        run(recipe_file, f"data.conversations={talks}", last="distill")
     words = (f"data.conversations={talks}", "data.on_bad_rows=skip")
-    job = run(recipe_file, *words, stages=["prompts", "distill", "cache"])
+    job = run(recipe_file, *words, last="cache")
     rows = [row for split in ("train", "calibration", "heldout") for row in job.rows(split)]
     assert len(rows) == len(WORDS)
     for row in rows:
@@ -262,13 +281,13 @@ def test_conversations_from_a_file_are_learnt_as_they_are(recipe_file, tmp_path)
 
 
 def test_a_cache_that_the_disk_cannot_hold_is_refused_before_it_starts(recipe_file, monkeypatch, capsys):
-    run(recipe_file, stages=["prompts", "distill"])
+    run(recipe_file, last="distill")
     for dtype in ("bfloat16", "float8"):
         with monkeypatch.context() as patched:
             patched.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=1000))
             with pytest.raises(UserError, match=r"take 0\.0 GB, and the disk of .*cache has 0\.0 GB free; .*float8"):
-                run(recipe_file, f"data.cache_dtype={dtype}", stages=["cache"])
-    job = run(recipe_file, "data.cache_dtype=float8", stages=["cache"])
+                run(recipe_file, f"data.cache_dtype={dtype}", last="cache")
+    job = run(recipe_file, "data.cache_dtype=float8", last="cache")
     needed = sum(path.stat().st_size for path in job.folder.stage("cache").rglob("*.safetensors"))
     positions = sum(len(shard.tokens) for split in SPLITS for shard in read_cache(job.folder.stage("cache") / split))
     assert f"cache: {positions} positions, 0.00 GB;" in capsys.readouterr().out

@@ -23,7 +23,7 @@ from medusa_train.model_card import model_card
 from medusa_train.publish import hub_errors
 from medusa_train.recipe import load_recipe
 from medusa_train.release import prepare_release, without_paths
-from medusa_train.stages import STAGES, run_stages
+from medusa_train.stages import run_stages
 
 WEIGHTS = "medusa_lm_head.safetensors"
 WORDS = ["what", "is", "the", "cat", "on", "mat", "and", "this", "that", "sat", "user", "system"]
@@ -49,7 +49,7 @@ def finished_run(tmp_path_factory, tiny_chat_folder):
     }  # fmt: skip
     path = home / "recipe.yaml"
     path.write_text(yaml.safe_dump(recipe))
-    run_stages(Job(load_recipe(path)), list(STAGES))
+    run_stages(Job(load_recipe(path)), "eval")
     return home / "run"
 
 

@@ -49,7 +49,7 @@ def cached(tmp_path_factory, tiny_chat_folder):
     recipe["backbone"] = SETTING["backbone"] | {"source": str(tiny_chat_folder)}
     recipe["data"] = SETTING["data"] | {"prompts": str(folder / "prompts.jsonl")}
     (folder / "recipe.yaml").write_text(yaml.safe_dump(recipe))
-    run_stages(Job(load_recipe(folder / "recipe.yaml")), ["prompts", "distill", "cache"])
+    run_stages(Job(load_recipe(folder / "recipe.yaml")), "cache")
     return folder / "recipe.yaml"
 
 
@@ -62,7 +62,7 @@ def train(cached, tmp_path):
         if not folder.exists():
             shutil.copytree(cached.parent / "run", folder)
         job = Job(load_recipe(cached, [f"output_dir={folder}", *overrides]))
-        run_stages(job, ["train"])
+        run_stages(job, "train")
         return job
 
     train.folder = tmp_path / "run"

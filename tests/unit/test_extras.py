@@ -11,7 +11,7 @@ import pytest
 from medusa_train import cli
 from medusa_train.data.openai_backend import Servers, answer_by_servers
 from medusa_train.inference import UserError, load_backbone
-from medusa_train.launch import join_ranks
+from medusa_train.launch import check_launcher
 from medusa_train.training_callbacks import check_tracker
 
 ROOT = Path(__file__).parents[2]
@@ -20,7 +20,7 @@ EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["p
 
 def launch_with_deepspeed(monkeypatch, folder):
     monkeypatch.setenv("ACCELERATE_USE_DEEPSPEED", "true")
-    join_ranks("cpu")
+    check_launcher("cpu")
 
 
 # Extra -> the module that is missing, and what asks for it.
