@@ -24,9 +24,11 @@ from transformers import (
 )
 
 from medusa_train.data.chat import has_marks, load_chat_tokenizer
+from medusa_train.data.packing import PackedRows
 from medusa_train.data.statistics import pieces_of
 from medusa_train.doctor_data import Data, find_data
 from medusa_train.estimate import heads_config, training_positions, weight_bytes, written_tokens
+from medusa_train.inference.adapter import Adapter
 from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
 from medusa_train.inference.errors import UserError
@@ -45,7 +47,7 @@ from medusa_train.preflight import (
 )
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import STAGE_KEYS, RunFolder
-from medusa_train.step_time import time_training_step
+from medusa_train.step_time import time_online_step, time_training_step
 
 SPARE = 1.2  # a model or a training step wants this much more memory than its tensors
 
@@ -106,11 +108,12 @@ def examine(recipe: Recipe) -> Report:
         report.findings += judge(stats, config, 0 if recipe.eval.benchmark else recipe.eval.num_prompts)
         report.example = pieces_of(next((row for row in data.rows if row.split == "train"), data.rows[0]), tokenizer)
     _tokenizer_notes(tokenizer, report)
-    _report_backbone(recipe, skeleton, device, dtype, report)
+    backbone = _report_backbone(recipe, skeleton, device, dtype, report)
     _report_heads(recipe, config, report)
+    _report_adapter(recipe, skeleton, report)
     positions = _report_data(recipe, data, stats, report)
     _report_disk(recipe, config, stats, positions, report)
-    _report_training(recipe, config, stats, positions, device, dtype, report)
+    _report_training(recipe, config, data, positions, device, dtype, backbone, report)
     order = ("error", "warning", "note")
     report.findings.sort(key=lambda finding: order.index(finding.level))
     return report
@@ -166,7 +169,10 @@ def _tokenizer_notes(tokenizer: PreTrainedTokenizerBase, report: Report) -> None
         )
 
 
-def _report_backbone(recipe: Recipe, skeleton: Any, device: torch.device, dtype: torch.dtype, report: Report) -> None:
+def _report_backbone(
+    recipe: Recipe, skeleton: Any, device: torch.device, dtype: torch.dtype, report: Report
+) -> Backbone | None:
+    """Note what the backbone takes; returns it if it could be loaded."""
     section = recipe.backbone
     parameters = sum(parameter.numel() for parameter in skeleton.parameters())
     needed, available = weight_bytes(parameters, section.quantization, dtype), available_memory(device)
@@ -193,12 +199,13 @@ def _report_backbone(recipe: Recipe, skeleton: Any, device: torch.device, dtype:
     try:
         check_layer_kinds(skeleton)
         if fits and _weights_are_here(section.source):
-            _ = Job(recipe).backbone
+            backbone = Job(recipe).backbone
             report.figures["backbone"]["follows_a_tree"] = True
-        else:
-            report.tell("note", "the backbone was not loaded; a stage that loads it proves that it follows a tree")
+            return backbone
+        report.tell("note", "the backbone was not loaded; a stage that loads it proves that it follows a tree")
     except UserError as error:
         report.tell("error", str(error))
+    return None
 
 
 def _weights_are_here(source: str) -> bool:
@@ -229,6 +236,21 @@ def _report_heads(recipe: Recipe, config: HeadsConfig, report: Report) -> None:
         "projection_bytes": memory.projections,
         "logit_bytes_estimate": memory.logits_estimate,
         "training_bytes_estimate": memory.total_estimate,
+    }
+
+
+def _report_adapter(recipe: Recipe, skeleton: Any, report: Report) -> None:
+    section = recipe.lora
+    if section is None:
+        return
+    adapter = Adapter.put_on(skeleton, section.r, section.alpha, section.dropout, section.target_modules)
+    parameters = sum(parameter.numel() for parameter in adapter.parameters().values())
+    # fp32, as heads: weights, gradients and the two moments of Adam.
+    report.figures["adapter"] = {
+        "parameters": parameters,
+        "weight_bytes": 4 * parameters,
+        "gradient_bytes": 4 * parameters,
+        "optimizer_bytes": 8 * parameters,
     }
 
 
@@ -274,30 +296,41 @@ def _report_disk(
 
 
 def _report_training(
-    recipe: Recipe, config: HeadsConfig, stats: RowStatistics | None, positions: dict[str, int | None],
-    device: torch.device, dtype: torch.dtype, report: Report,
+    recipe: Recipe, config: HeadsConfig, data: Data, positions: dict[str, int | None], device: torch.device,
+    dtype: torch.dtype, backbone: Backbone | None, report: Report,
 ) -> None:  # fmt: skip
-    training = recipe.training
+    training, online = recipe.training, recipe.training.mode == "online"
     batch, accumulation = training.per_device_train_batch_size, training.gradient_accumulation_steps
-    figures: dict[str, Any] = {"epochs": training.num_train_epochs, "batch_positions": batch * accumulation}
+    width = training.pack_tokens if online else 1
+    figures: dict[str, Any] = {"epochs": training.num_train_epochs, "batch_positions": batch * accumulation * width}
     report.figures["train"] = figures
     needed, available = report.figures["heads"]["training_bytes_estimate"], available_memory(device)
-    backbone = report.figures["backbone"]["weight_bytes"]
-    if (needed + backbone) * SPARE > available:
+    for part in ("weight_bytes", "gradient_bytes", "optimizer_bytes"):
+        needed += report.figures.get("adapter", {}).get(part, 0)
+    weights = 0 if backbone else report.figures["backbone"]["weight_bytes"]  # loaded, it is in the free memory
+    if (needed + weights) * SPARE > available:
         report.tell(
             "warning",
-            f"training takes about {needed / 1e9:.1f} GB and the backbone {backbone / 1e9:.1f} GB, {device} has "
+            f"training takes about {needed / 1e9:.1f} GB and the backbone {weights / 1e9:.1f} GB more, {device} has "
             f"{available / 1e9:.1f} GB free; lower heads.draft_vocab_size or training.per_device_train_batch_size",
         )
     if needed * SPARE > available:
         return  # the step could not be timed either
-    if training.mode == "online":
+    if online and backbone is None:
         report.tell("note", "online training is not timed: its steps are mostly passes of the backbone")
         return
-    step = time_training_step(recipe, config, device, dtype)
+    samples, known = positions["training"], bool(data.rows)
+    if online:  # how many packs there will be depends on all texts
+        rows = [row for row in data.rows if row.split == "train"]
+        samples = len(PackedRows(rows, config.num_heads, training.pack_tokens, recipe.seed)) if rows else None
+    step = (
+        time_online_step(recipe, config, backbone)
+        if online and backbone
+        else time_training_step(recipe, config, device, dtype)
+    )
     figures["step_seconds_estimate"] = step
-    if positions["training"] is None:
+    if samples is None:
         return
-    steps = optimizer_steps(positions["training"], batch, accumulation, training.num_train_epochs)
-    figures["steps" if stats is not None else "steps_at_most"] = steps
-    figures["train_seconds_estimate" if stats is not None else "train_seconds_estimate_at_most"] = steps * step
+    steps = optimizer_steps(samples, batch, accumulation, training.num_train_epochs)
+    figures["steps" if known else "steps_at_most"] = steps
+    figures["train_seconds_estimate" if known else "train_seconds_estimate_at_most"] = steps * step

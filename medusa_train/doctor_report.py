@@ -76,6 +76,7 @@ def _lines(figures: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
             f"{size(heads['optimizer_bytes'])}, frozen projection {size(heads['projection_bytes'])}, logits "
             f"about {size(heads['logit_bytes_estimate'])}: about {size(heads['training_bytes_estimate'])} in all",
         ],
+        **({"adapter": [_adapter_line(figures["adapter"])]} if "adapter" in figures else {}),
         "data": [data["origin"], *_data_lines(data, heads)],
         "disk": [_disk_line(disk)],
         "train": [_train_line(train)],
@@ -84,6 +85,14 @@ def _lines(figures: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
         if count:
             lines["data"].append(f"left out: {count:,}, {reason}")
     return lines
+
+
+def _adapter_line(adapter: dict[str, Any]) -> str:
+    return (
+        f"LoRA of {adapter['parameters'] / 1e6:,.2f} M parameters: fp32 weights {size(adapter['weight_bytes'])}, "
+        f"gradients {size(adapter['gradient_bytes'])}, Adam {size(adapter['optimizer_bytes'])}; its backward pass "
+        "keeps activations of the backbone, which are not counted"
+    )
 
 
 def _data_lines(data: dict[str, Any], heads: dict[str, Any]) -> list[str]:

@@ -1,4 +1,4 @@
-"""How long a training step of heads takes on this device, measured without a backbone or a cache."""
+"""How long a training step takes on this device, measured without a cache, and without rows."""
 
 from __future__ import annotations
 
@@ -10,9 +10,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from medusa_train.data.dataset import HeadsDataset
 from medusa_train.data.hidden_states import Shard
+from medusa_train.data.packing import PackedRows
+from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.joint import JointHeads
 from medusa_train.losses import LossWeights
+from medusa_train.online import OnlineHeads
 from medusa_train.recipe import Recipe
 from medusa_train.trainer import HeadsForTraining
 
@@ -40,9 +44,7 @@ def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device
     )
     backbone = Backbone(stand_in.to(device, dtype).eval().requires_grad_(False), "", ())
     heads = MedusaHeads.for_backbone(backbone, config)
-    weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
-    module = HeadsForTraining(heads, backbone, weights).to(device)
-    optimizer = torch.optim.AdamW(heads.parameters(), training.learning_rate, fused=True)
+    module = HeadsForTraining(heads, backbone, _weights(recipe)).to(device)
     positions = 2 * training.per_device_train_batch_size + config.num_heads
     shard = Shard(
         torch.randn(positions, config.hidden_size, dtype=torch.bfloat16),
@@ -50,17 +52,54 @@ def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device
         torch.full((positions,), positions),
     )
     dataset = HeadsDataset([shard], config.num_heads)
+    return _time(recipe, module, dataset, dtype, training.gradient_accumulation_steps)
+
+
+def time_online_step(recipe: Recipe, config: HeadsConfig, backbone: Backbone) -> float:
+    """Median seconds of an optimizer step with the backbone in the loop, from full packs of random tokens.
+
+    With ``lora`` it is a step after the warm-up, and the backbone keeps a fresh adapter.
+    """
+    training = recipe.training
+    torch.manual_seed(recipe.seed)
+    heads, weights = MedusaHeads.for_backbone(backbone, config), _weights(recipe)
+    module: OnlineHeads
+    if recipe.lora:
+        module = JointHeads(heads, backbone, weights, recipe.lora)
+        module.warming_up = False
+    else:
+        module = OnlineHeads(heads, backbone, weights)
+    tokens = min(training.pack_tokens, backbone.max_positions or training.pack_tokens)
+    texts = training.per_device_train_batch_size * (training.pack_tokens // tokens)
+    ids = torch.randint(backbone.vocab_size, (texts, tokens)).tolist()
+    rows = [Row(str(number), "train", [], row, [(1, tokens)], "") for number, row in enumerate(ids)]
+    packs = PackedRows(rows, config.num_heads, training.pack_tokens, recipe.seed)
+    # Passes of a backbone are long: one stands for all of a step.
+    return training.gradient_accumulation_steps * _time(recipe, module.train(), packs, backbone.dtype, 1)
+
+
+def _weights(recipe: Recipe) -> LossWeights:
+    training = recipe.training
+    return LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
+
+
+def _time(
+    recipe: Recipe, module: HeadsForTraining, dataset: HeadsDataset | PackedRows, dtype: torch.dtype, passes: int
+) -> float:
+    training, device = recipe.training, next(module.parameters()).device
+    trained = [parameter for parameter in module.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trained, training.learning_rate, fused=True)
     seconds: list[float] = []
     while len(seconds) <= TIMED_STEPS and (len(seconds) < 2 or sum(seconds) < TIMING_SECONDS):
         start = time.perf_counter()
-        for _ in range(training.gradient_accumulation_steps):
+        for _ in range(passes):
             picked = torch.randint(len(dataset), (training.per_device_train_batch_size,)).tolist()
             samples = dataset.__getitems__(picked)
             batch = {name: tensor.to(device) for name, tensor in samples.items() if name != "index"}
             with torch.autocast(device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
                 loss = module(**batch)["loss"]
             loss.backward()
-        torch.nn.utils.clip_grad_norm_(heads.parameters(), training.max_grad_norm)
+        torch.nn.utils.clip_grad_norm_(trained, training.max_grad_norm)
         optimizer.step()
         optimizer.zero_grad()
         loss.item()  # waits for the device

@@ -4,9 +4,11 @@ import json
 import shutil
 
 import pytest
+import torch
 import yaml
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+import medusa_train.doctor
 from conftest import assert_refused
 from medusa_train.data.rows import Row, append_jsonl
 from medusa_train.recipe import load_recipe
@@ -124,14 +126,35 @@ def test_every_kind_of_heads_is_timed(command, recipe, tmp_path, words):
     assert json.loads((tmp_path / "doctor.json").read_text())["train"]["step_seconds_estimate"] > 0
 
 
-def test_online_training_stores_no_training_states_and_is_not_timed(command, recipe, tmp_path):
+def test_online_training_stores_no_training_states_and_is_timed_with_the_backbone(command, recipe, tmp_path):
     write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3]) for i in range(9)])
-    code, out, error = command("doctor", recipe, "training.mode=online", "--json", tmp_path / "doctor.json")
+    code, _, error = command(
+        "doctor", recipe, "training.mode=online", "training.pack_tokens=64", "--json", tmp_path / "doctor.json"
+    )
     assert code == 0, error
     told = json.loads((tmp_path / "doctor.json").read_text())
     assert told["disk"]["cache_bytes"] == 60 * (2 * 32 + 16)
-    assert "step_seconds_estimate" not in told["train"]
-    assert "online training is not timed" in out
+    assert told["train"]["step_seconds_estimate"] > 0
+    assert told["train"]["steps"] == 2  # one pack, two epochs
+    assert told["train"]["batch_positions"] == 4 * 64
+    assert "adapter" not in told
+
+
+def test_an_adapter_is_counted_and_timed(command, recipe, tmp_path, monkeypatch):
+    write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3]) for i in range(9)])
+    words = ["training.mode=online", "training.pack_tokens=64", "lora={r: 4}", "--json", tmp_path / "doctor.json"]
+    code, out, error = command("doctor", recipe, *words)
+    assert code == 0, error
+    told = json.loads((tmp_path / "doctor.json").read_text())
+    base = AutoModelForCausalLM.from_pretrained(load_recipe(recipe).backbone.source)
+    layers = [m for m in base.model.modules() if isinstance(m, torch.nn.Linear)]
+    parameters = sum(4 * (layer.in_features + layer.out_features) for layer in layers)
+    assert told["adapter"]["parameters"] == parameters
+    assert told["adapter"]["optimizer_bytes"] == 8 * parameters
+    assert told["train"]["step_seconds_estimate"] > 0
+    assert "LoRA of" in out
+    monkeypatch.setattr(medusa_train.doctor, "_weights_are_here", lambda _: False)
+    assert "online training is not timed" in command("doctor", recipe, *words)[1]
 
 
 def test_a_missing_end_token_is_told(command, recipe):
