@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -294,10 +294,12 @@ class MedusaModel:
             options.get("max_steps"),
             options.get("tokenizer"),
         )
-        stats = options.get("stats")
+        stats, drafter = options.get("stats"), options.get("drafter")
+        if drafter is not None and not hasattr(drafter, "start"):
+            raise UserError(f"drafter={drafter!r} is no drafter; pass one, NoDrafter() say, which decodes plainly")
         return decode(
             self.step,
-            options.get("drafter") or self.drafter,
+            drafter or self.drafter,
             verify,
             prompts,
             stopping,
@@ -341,12 +343,12 @@ def split_batch(input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | N
     """The rows of a batch without padding.
 
     Raises:
-        UserError: the shapes do not fit, or a row's mask has holes.
+        UserError: these are no token ids, the shapes do not fit, or a row's mask has holes.
     """
     if not isinstance(input_ids, Tensor):
         if attention_mask is not None:
             raise UserError("attention_mask goes with a padded tensor; a list of prompts has no padding")
-        return [torch.as_tensor(row, dtype=torch.long).view(-1) for row in input_ids]
+        return [_token_ids(row) for row in _prompts_of(input_ids)]
     if input_ids.dim() not in (1, 2):
         raise UserError(f"input_ids must be (T,) or (B, T), got {tuple(input_ids.shape)}")
     rows = list(input_ids.view(1, -1) if input_ids.dim() == 1 else input_ids)
@@ -361,6 +363,29 @@ def split_batch(input_ids: Tensor | Sequence[Tensor], attention_mask: Tensor | N
             raise UserError(f"attention_mask of row {number} has a hole; only padding at the ends can be masked")
         kept.append(row[mask.to(row.device)])
     return kept
+
+
+def _prompts_of(given: Any) -> Iterable[Any]:
+    """Something with an entry per prompt; whatever else a tokenizer takes or gives is refused by its name."""
+    if isinstance(given, str):
+        raise UserError("generate takes token ids, not text; pass tokenizer(text, return_tensors='pt')['input_ids']")
+    if isinstance(given, Mapping):
+        raise UserError("generate takes token ids, not all that a tokenizer returns; pass **encoded, or its input_ids")
+    if not isinstance(given, Iterable):
+        raise UserError(f"generate takes a tensor of token ids or a list of them, not {type(given).__name__}")
+    return given
+
+
+def _token_ids(row: Any) -> Tensor:
+    try:
+        ids = torch.as_tensor(row)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(
+            f"a prompt of the list is no tensor of token ids but {type(row).__name__}; tokenize it"
+        ) from error
+    if ids.dim() == 0:
+        raise UserError("a list holds prompts, not token ids; for one prompt pass torch.tensor(ids)")
+    return ids.long().view(-1)
 
 
 def _per_row(

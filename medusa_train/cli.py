@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import sys
 from importlib.resources import files
 from pathlib import Path
@@ -166,6 +168,22 @@ def quickstart(
         from medusa_train.eval.report import headline
 
         typer.echo(headline(folder))
+        typer.echo(_what_next(folder))
+
+
+def _what_next(folder: Path) -> str:
+    """Commands for a finished run, as they can be pasted where this one was given."""
+    from medusa_train.inference.checkpoint import CONFIG
+    from medusa_train.model_card import is_hub_id
+
+    command = "medusa-train" if shutil.which("medusa-train") else sys.argv[0]
+    heads = folder / "heads"
+    source = json.loads((heads / CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    backbone = "" if is_hub_id(source) else " --backbone org/model"
+    return (
+        f"talk with it      {command} chat {shlex.quote(str(heads))}\n"
+        f"see its card      {command} publish {shlex.quote(str(heads))} you/name{backbone} --dry-run"
+    )
 
 
 @app.command()

@@ -18,6 +18,7 @@ from scipy.stats import chisquare
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
+    BatchEncoding,
     BloomConfig,
     CodeGenConfig,
     EncoderRepetitionPenaltyLogitsProcessor,
@@ -1303,6 +1304,26 @@ def test_prompts_that_cannot_be_read_are_refused(model):
         with pytest.raises(UserError, match=f"has {length} tokens, the backbone reads at most 255"):
             model.generate([good, torch.ones(length, dtype=torch.long)], 5)
     assert model.generate(torch.ones(255, dtype=torch.long), 5, eos_token_ids=()).finish_reasons == ["context"]
+
+
+def test_what_is_no_token_ids_is_refused_by_name(model):
+    encoded = BatchEncoding({"input_ids": torch.tensor([[4, 5]])})
+    wrong = (
+        ("Hello", "not text; pass tokenizer"),
+        (["Hello"], "but str; tokenize it"),
+        (encoded, "not all that a tokenizer returns"),
+        ([4, 5], "a list holds prompts, not token ids"),
+        (7, "not int"),
+    )
+    for given, told in wrong:
+        with pytest.raises(UserError, match=told):
+            model.generate(given, 5)
+    assert model.generate([[4, 5]], 5).new_tokens == model.generate(**encoded, max_new_tokens=5).new_tokens
+
+
+def test_a_drafter_is_an_object_and_not_a_name(model):
+    with pytest.raises(UserError, match="'none' is no drafter; pass one, NoDrafter"):
+        model.generate(torch.tensor([4, 5]), 5, drafter="none")
 
 
 def test_masks_that_are_not_padding_are_refused(model):

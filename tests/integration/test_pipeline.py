@@ -135,9 +135,12 @@ def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, comman
     ]
     asked.write_text("".join(json.dumps(record) + "\n" for record in records))
     overrides = [f"eval.benchmark={asked}", "eval.num_prompts=2", "eval.repeats=1", "inference.tree=[[0],[1],[0,0]]"]
-    code, _, error = command("quickstart", *overrides, "--recipe", recipe_file)
+    code, printed, error = command("quickstart", *overrides, "--recipe", recipe_file)
     assert code == 0, error
     folder = tmp_path / "run"
+    chat, card = printed.splitlines()[-2:]  # what to do next, to be pasted
+    assert chat.endswith(f"chat {folder / 'heads'}")
+    assert card.endswith(f"publish {folder / 'heads'} you/name --backbone org/model --dry-run")
     report = json.loads((folder / "report.json").read_text())
     assert (report["setting"]["asked"], report["setting"]["prompts"], report["setting"]["turns"]) == (
         "asked.jsonl",
