@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from medusa_train.inference.errors import UserError
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 _SENTINEL = "Zq7xWkV9"  # text that no template contains, to find where a user's words go
+SHORT = 1000  # characters of a piece that is remembered; bounds the memory that this takes
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -200,16 +202,27 @@ def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[li
         encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
         return encoded
     # A fast tokenizer cuts texts at special tokens before anything else, so a piece between two of them has the same
-    # ids wherever it stands, and is encoded once. Without offsets, which would take a third of the time.
-    cuts = _cuts(tokenizer, len(tokenizer))
+    # ids wherever it stands, and is encoded once.
+    vocabulary = len(tokenizer)
+    cuts = _cuts(tokenizer, vocabulary)
     cut = [cuts.split(text) for text in texts]
-    pieces = list(dict.fromkeys(piece for text in cut for piece in text))
     backend = tokenizer.backend_tokenizer
     backend.no_truncation()  # its file, or a call before, may have set these
     backend.no_padding()
-    encodings = backend.encode_batch_fast(pieces, add_special_tokens=False)
-    ids = {piece: encoding.ids for piece, encoding in zip(pieces, encodings, strict=True)}
-    return [[token for piece in text for token in ids[piece]] for text in cut]
+    ids = {
+        piece: (_short_piece_ids if len(piece) <= SHORT else _piece_ids)(tokenizer, vocabulary, piece)
+        for piece in dict.fromkeys(piece for text in cut for piece in text)
+    }
+    return [list(chain.from_iterable(map(ids.__getitem__, text))) for text in cut]
+
+
+def _piece_ids(tokenizer: PreTrainedTokenizerBase, _: int, piece: str) -> tuple[int, ...]:
+    # Without offsets, which would take a third of the time.
+    return tuple(tokenizer.backend_tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids)
+
+
+# What the template writes itself (a default system prompt, the opening of a turn) comes again in every conversation.
+_short_piece_ids = lru_cache(maxsize=256)(_piece_ids)
 
 
 @lru_cache(maxsize=8)
