@@ -93,11 +93,11 @@ class Asking:
             json.dumps([prompt.messages, prompt.follow_ups], ensure_ascii=False).encode()
             ids = render_prompt(self.tokenizer, prompt.messages)
         except UserError as error:
-            return Failure(prompt.id, str(error))
+            return Failure(prompt.id, str(error), skipped=True)
         except UnicodeEncodeError:
-            return Failure(prompt.id, "the prompt holds half of a character (a lone surrogate)")
+            return Failure(prompt.id, "the prompt holds half of a character (a lone surrogate)", skipped=True)
         if self.no_room(ids):
-            return Failure(prompt.id, f"the prompt leaves no room for {self.max_new_tokens} tokens")
+            return Failure(prompt.id, f"the prompt leaves no room for {self.max_new_tokens} tokens", skipped=True)
         draw = seed_of(self.seed, prompt.id)
         temperature = self.temperatures[draw % len(self.temperatures)]
         return Question(prompt, self._split(prompt.id), ids, temperature, draw)

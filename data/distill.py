@@ -59,19 +59,19 @@ def distill(asking: Asking, folder: Path, backend: Backend, retry_failed: bool =
     state.wait_for_everyone()
 
 
-def failures(folder: Path) -> Counter[str]:
-    """Reason -> prompts that failed for it."""
+def failures(folder: Path, skipped: bool = False) -> Counter[str]:
+    """Reason -> prompts that failed for it; or that were ``skipped``, since they can never be asked."""
     records = JsonLines(folder / FAILURES, lambda record: Failure(**record))
-    return Counter(record.failed for record in records) if len(records) else Counter()
+    return Counter(record.failed for record in records if record.skipped == skipped) if len(records) else Counter()
 
 
 def _tell_failures(folder: Path) -> None:
-    reasons = failures(folder)
-    if not reasons:
-        return
-    for reason, count in reasons.most_common(5):
-        tqdm.write(f"distill: {count} prompts failed: {reason}")
-    tqdm.write(f"distill: all {reasons.total()} are in {folder / FAILURES}; --retry-failed asks them again")
+    for kind, skipped, then in (("skipped", True, ""), ("failed", False, "; --retry-failed asks them again")):
+        reasons = failures(folder, skipped)
+        for reason, count in reasons.most_common(5):
+            tqdm.write(f"distill: {count} prompts {kind}: {reason}")
+        if reasons:
+            tqdm.write(f"distill: the {reasons.total()} {kind} prompts are in {folder / FAILURES}{then}")
 
 
 def check_splits(path: Path) -> None:

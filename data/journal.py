@@ -30,10 +30,12 @@ class Failure:
     Attributes:
         id: id of the prompt.
         failed: the reason, in words that are the same for every prompt it holds for.
+        skipped: it was never asked, and never can be.
     """
 
     id: str
     failed: str
+    skipped: bool = False
 
 
 class Journal:

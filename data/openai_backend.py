@@ -173,10 +173,11 @@ class _Fleet:
             outcome = question if isinstance(question, Failure) else await self._converse(question)
             failed = isinstance(outcome, Failure)
             self._outcomes.append(outcome)
-            self.progress.advance(outcome.learnt_tokens if isinstance(outcome, Row) else 0, failed=failed)
             if isinstance(question, Failure):
+                self.progress.skip()
                 await asyncio.sleep(0)
                 continue
+            self.progress.advance(outcome.learnt_tokens if isinstance(outcome, Row) else 0, failed=failed)
             self._failed_in_a_row = self._failed_in_a_row + 1 if failed else 0
             if isinstance(outcome, Failure) and self._failed_in_a_row >= FAILURES_IN_A_ROW:
                 raise UserError(

@@ -1,7 +1,8 @@
-"""One line that tells how far a distillation is; it moves with every answer, or batch of them, and goes to logs."""
+"""One line that tells how far a distillation is; it moves with every token or answer, and goes to logs."""
 
 from __future__ import annotations
 
+import math
 import time
 from types import TracebackType
 
@@ -10,6 +11,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from tqdm import tqdm
 
 LOG_SECONDS = 15.0  # between lines where nobody looks at a moving one
+FRAME_SECONDS = 0.1  # between changes of that one; tokens come faster
 
 
 class AnswerProgress:
@@ -28,9 +30,9 @@ class AnswerProgress:
             tokens: answer tokens that were there before.
         """
         self.total, self.wanted_tokens = total, wanted_tokens
-        self.answered, self.tokens, self.failed, self.retries = answered, tokens, 0, 0
+        self.answered, self.tokens, self.failed, self.skipped, self.retries = answered, tokens, 0, 0, 0
         self._new_tokens, self._new_answers = 0, 0
-        self._started = self._logged = time.monotonic()
+        self._started = self._shown = time.monotonic()
         console = Console(stderr=True)
         columns = (TextColumn("distill"), BarColumn(), MofNCompleteColumn(), TextColumn("{task.description}"))
         self._bar = Progress(*columns, console=console, disable=not console.is_terminal)
@@ -43,6 +45,7 @@ class AnswerProgress:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._bar.update(self._task, completed=self.answered)
         self._bar.stop()
         if self._new_answers and kind is None:
             tqdm.write(f"distill: {self.line()}")
@@ -54,23 +57,42 @@ class AnswerProgress:
         self.failed += failed
         self._new_answers += answers
         self._new_tokens += tokens
-        if not self._bar.disable:
-            self._bar.update(self._task, completed=self.answered, description=self.line())
-        elif (now := time.monotonic()) - self._logged >= LOG_SECONDS:
-            self._logged = now
+        self._show()
+
+    def write(self, tokens: int) -> None:
+        """So many more tokens of answers that are not whole yet."""
+        self.tokens += tokens
+        self._new_tokens += tokens
+        self._show()
+
+    def skip(self) -> None:
+        """One more prompt cannot be asked; that says nothing about how long the others take."""
+        self.answered += 1
+        self.skipped += 1
+        self._show()
+
+    def _show(self) -> None:
+        now = time.monotonic()
+        if now - self._shown < (LOG_SECONDS if self._bar.disable else FRAME_SECONDS):
+            return
+        self._shown = now
+        if self._bar.disable:
             tqdm.write(f"distill: {self.line()}")
+        else:
+            self._bar.update(self._task, completed=self.answered, description=self.line())
 
     def line(self) -> str:
         """All of it in words."""
         seconds = max(time.monotonic() - self._started, 1e-9)
-        left = (self.total - self.answered) / max(self._new_answers, 1) * seconds
+        left = (self.total - self.answered) / self._new_answers * seconds if self._new_answers else math.inf
         if self.wanted_tokens is not None and self._new_tokens:
             left = min(left, max(self.wanted_tokens - self.tokens, 0) / self._new_tokens * seconds)
         parts = [
             f"{self.answered} of {self.total} prompts, {self.tokens} answer tokens",
             f"{self._new_tokens / seconds:.0f} tokens/s",
-            f"{left / 60:.1f} minutes left",
         ]
+        parts += [f"{left / 60:.1f} minutes left"] if math.isfinite(left) else []
         parts += [f"{self.failed} failed"] if self.failed else []
+        parts += [f"{self.skipped} skipped"] if self.skipped else []
         parts += [f"{self.retries} tried again"] if self.retries else []
         return ", ".join(parts)

@@ -51,13 +51,17 @@ def _answer_batches(
         for number, members in turns[state.process_index : state.process_index + 1]:
             if any(journal.status[place] == WAITING for place, _ in members):
                 questions = [question for _, question in members]
-                rows, states = _answer(backbone, questions, asking.max_new_tokens, asking.next_turn, asking.seed)
+                waiting = [journal.status[place] == WAITING for place, _ in members]
+
+                def wrote(member: int, tokens: int, waiting: Sequence[bool] = tuple(waiting)) -> None:
+                    progress.write(tokens if waiting[member] else 0)
+
+                rows, states = _answer(backbone, questions, asking.max_new_tokens, asking.next_turn, asking.seed, wrote)
                 if states_folder:
                     keep_states(states_folder / f"batch-{number:05d}.safetensors", rows, states)
-                waiting = [journal.status[place] == WAITING for place, _ in members]
                 missing = [row for row, is_missing in zip(rows, waiting, strict=True) if is_missing]
                 journal.append(missing)
-                progress.advance(sum(row.learnt_tokens for row in missing), len(missing))
+                progress.advance(0, len(missing))  # their tokens were counted as they were written
         told = [[int(journal.tokens[place]) for place, _ in members] for _, members in turns]
         if budget is not None and ranks > 1:  # each process knows the tokens of its own batches
             mine = told[state.process_index] if state.process_index < len(told) else []
@@ -75,14 +79,14 @@ def _answer_batches(
 def _batches(
     asking: Asking, order: NDArray[np.int64], journal: Journal, batch_size: int, progress: AnswerProgress
 ) -> Iterator[list[tuple[int, Question]]]:
-    """Questions that are answered together; prompts that cannot be asked are noted as failed by the first process."""
+    """Questions that are answered together; prompts that cannot be asked are noted as skipped by the first process."""
     open_batches: dict[float, list[tuple[int, Question]]] = {}
     for place in order.tolist():
         question = asking.question(asking.prompts[place])
         if isinstance(question, Failure):
             if PartialState().is_main_process and journal.status[place] == WAITING:
                 journal.append([question])
-                progress.advance(0, failed=True)
+                progress.skip()
             continue
         batch = open_batches.setdefault(question.temperature, [])
         batch.append((place, question))
@@ -97,8 +101,13 @@ def _answer(
     max_new_tokens: int,
     next_turn: Callable[[Question, list[int], Sequence[Span]], list[int] | None],
     seed: int,
+    wrote: Callable[[int, int], None] = lambda member, tokens: None,
 ) -> tuple[list[Row], list[Tensor]]:
-    """Rows, and for each the hidden states that its answers' tokens were chosen from."""
+    """Rows, and for each the hidden states that its answers' tokens were chosen from.
+
+    Args:
+        wrote: told, as it happens, which member of the batch wrote how many tokens.
+    """
     eos = backbone.eos_token_ids
     texts = [question.ids for question in batch]
     spans: list[list[Span]] = [[] for _ in batch]
@@ -108,6 +117,7 @@ def _answer(
 
         def keep(row: int, hidden: Tensor, members: Sequence[int] = tuple(talking)) -> None:
             states[members[row]].append(hidden)
+            wrote(members[row], len(hidden))
 
         seeds = [seed_of(seed, batch[member].prompt.id, turn) for member in talking]
         prompts = [texts[member] for member in talking]

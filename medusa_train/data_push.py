@@ -151,6 +151,7 @@ def _card(record: dict[str, Any], summary: RowsSummary, stage: Path, repo_id: st
             "quantization": recipe["backbone"]["quantization"] or "none",
             "seed": recipe["seed"],
             "prompts that failed": f"{failures(stage).total():,}",
+            "prompts that could not be asked": f"{failures(stage, skipped=True).total():,}",
         }
     for split in SPLITS:
         table[f"{split} rows (learnt tokens)"] = f"{summary.rows[split]:,} ({summary.learnt[split]:,})"

@@ -146,12 +146,13 @@ def _count_rows(stage: Path) -> dict[str, Any]:
     for row in open_rows(stage / ROWS):
         rows, tokens, cut = rows + 1, tokens + row.learnt_tokens, cut + (row.finish_reason == "length")
         splits[row.split] += 1
-    failed = failures(stage).total()
+    failed, skipped = failures(stage).total(), failures(stage, skipped=True).total()
     return {
         "rows": rows,
         "answer_tokens": tokens,
         "cut_by_length": cut,
         **({"failed": failed} if failed else {}),
+        **({"skipped": skipped} if skipped else {}),
         **{f"{split}_rows": splits[split] for split in SPLITS},
     }
 

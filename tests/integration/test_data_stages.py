@@ -281,15 +281,27 @@ class Killed(BaseException):
     """Stands for a kill: nothing in the code under test may catch it."""
 
 
-def test_every_batch_moves_a_line_that_says_how_long_the_rest_takes(backbone, tokenizer, tmp_path, capsys, monkeypatch):
+def test_every_token_moves_a_line_that_says_how_long_the_rest_takes(backbone, tokenizer, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(progress_module, "LOG_SECONDS", 0)
     rows = run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
     lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
-    assert [line.split()[1] for line in lines] == ["4", "8", "12", "14", "14"]
-    assert f" of 14 prompts, {sum(row.learnt_tokens for row in rows)} answer tokens, " in lines[-1]
+    total = sum(row.learnt_tokens for row in rows)
+    assert len(lines) == total + 5  # four batches, and the end
+    assert [int(line.split()[1]) for line in lines] == sorted(int(line.split()[1]) for line in lines)
+    assert {line.split()[1] for line in lines} == {"0", "4", "8", "12", "14"}
+    written = [int(line.split()[5]) for line in lines]
+    assert sorted(set(written)) == list(range(1, total + 1))
+    assert all(("minutes left" in line) == (not line.startswith("distill: 0 ")) for line in lines)
+    assert f" of 14 prompts, {total} answer tokens, " in lines[-1]
     assert lines[-1].endswith(" 0.0 minutes left")
     run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
     assert "tokens/s" not in capsys.readouterr().out  # nothing was generated
+
+    path = tmp_path / "rows" / "rows.jsonl"  # goes on within a batch, which is answered as a whole
+    path.write_bytes(b"".join(path.read_bytes().splitlines(keepends=True)[:6]))
+    run_distill(backbone, tokenizer, tmp_path / "rows.jsonl")
+    lines = [line for line in capsys.readouterr().out.splitlines() if "tokens/s" in line]
+    assert f" 14 of 14 prompts, {total} answer tokens, " in lines[-1]
 
 
 @pytest.mark.parametrize("batch", [0, 1, 3])

@@ -24,7 +24,7 @@ from medusa_train.data import journal as journal_module
 from medusa_train.data import openai_backend
 from medusa_train.data.asking import Asking, seed_of
 from medusa_train.data.chat import load_chat_tokenizer, render_prompt
-from medusa_train.data.distill import distill
+from medusa_train.data.distill import distill, failures
 from medusa_train.data.journal import Failure
 from medusa_train.data.openai_backend import Servers, answer_by_servers
 from medusa_train.data.rows import JsonLines, Prompt, append_jsonl, read_rows
@@ -514,11 +514,24 @@ def test_what_always_goes_wrong_ends_as_failed_and_can_be_asked_again_alone(serv
     assert not (tmp_path / "rows" / "failed.jsonl").exists()
 
 
-def test_prompts_that_cannot_be_asked_end_as_failed(serve, ask, tmp_path):
+def test_prompts_that_cannot_be_asked_are_skipped_and_told_apart_from_failures(serve, ask, tmp_path, capsys):
     huge = Prompt.of([{"role": "user", "content": "the cat " * 5000}])
     surrogate = Prompt.of([{"role": "user", "content": "half \ud800"}])
-    rows = ask(tmp_path, serve(), prompts=[*PROMPTS, huge, surrogate])
-    assert len(rows) == len(PROMPTS)
+    victim = seed_of(3, PROMPTS[0].id)
+    server = serve(fault=lambda request, _: 400 if request["seed"] == victim else None)
+    prompts = [*PROMPTS, huge, surrogate]
+    assert len(ask(tmp_path, server, prompts=prompts)) == len(PROMPTS) - 1
+    told = capsys.readouterr().out
+    assert ", 1 failed, 2 skipped" in told
+    assert "1 prompts skipped: the prompt leaves no room for 5 tokens" in told
+    assert f"the 2 skipped prompts are in {tmp_path / 'failed.jsonl'}\n" in told
+    assert f"the 1 failed prompts are in {tmp_path / 'failed.jsonl'}; --retry-failed asks them again\n" in told
+    assert failures(tmp_path).total() == 1
+    assert failures(tmp_path, skipped=True).total() == 2
+    quiet = serve()
+    assert len(ask(tmp_path, quiet, prompts=prompts, retry_failed=True)) == len(PROMPTS)
+    assert [request["seed"] for request in quiet.requests] == [victim]
+    assert not failures(tmp_path)
     assert failed_rows(tmp_path) == {
         huge.id: "the prompt leaves no room for 5 tokens",
         surrogate.id: "the prompt holds half of a character (a lone surrogate)",
