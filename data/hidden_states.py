@@ -201,8 +201,8 @@ def _crc32(path: Path) -> int:
 
 
 def shard_of(backbone: Backbone, rows: Sequence[Row], batch_tokens: int) -> Shard:
-    """The states of ``rows`` as a shard in memory."""
-    return Shard(**_shard_tensors(backbone, rows, None, batch_tokens))
+    """The states of ``rows`` as a shard in memory, in the backbone's own dtype."""
+    return Shard(**_shard_tensors(backbone, rows, None, batch_tokens, None))
 
 
 def hidden_states_of(backbone: Backbone, rows: Sequence[Row]) -> list[Tensor]:
@@ -219,7 +219,7 @@ def hidden_states_of(backbone: Backbone, rows: Sequence[Row]) -> list[Tensor]:
 
 
 def _shard_tensors(
-    backbone: Backbone, rows: Sequence[Row], kept: KeptStates | None, batch_tokens: int, dtype: CacheDtype = "bfloat16"
+    backbone: Backbone, rows: Sequence[Row], kept: KeptStates | None, batch_tokens: int, dtype: CacheDtype | None
 ) -> dict[str, Tensor]:
     states = [kept.of(row) if kept else None for row in rows]
     by_length = sorted((i for i, found in enumerate(states) if found is None), key=lambda i: len(rows[i].input_ids))
@@ -228,7 +228,7 @@ def _shard_tensors(
         batch = [by_length.pop() for _ in range(min(len(by_length), max(1, batch_tokens // longest)))]
         for i, hidden in zip(batch, hidden_states_of(backbone, [rows[i] for i in batch]), strict=True):
             pieces = [hidden[start - 1 : end - 1] for start, end in _pieces(rows[i])]
-            states[i] = torch.cat(pieces).to("cpu", CACHE_DTYPE if dtype == "bfloat16" else torch.float32)
+            states[i] = torch.cat(pieces).to("cpu", CACHE_DTYPE if dtype == "bfloat16" else None)
     ends, total = [], 0
     for row in rows:
         for start, end in _pieces(row):
@@ -236,7 +236,7 @@ def _shard_tensors(
             ends.append(torch.full((end - start,), total))
     labels = {"tokens": torch.cat([_learnt(row) for row in rows]), "ends": torch.cat(ends)}
     hidden = torch.cat([hidden.float() if dtype == "float8" else hidden for hidden in states if hidden is not None])
-    if dtype == "bfloat16":
+    if dtype != "float8":
         return {"hidden": hidden, **labels}
     stored, scales = to_float8(hidden)
     return {"hidden": stored, "scales": scales, **labels}

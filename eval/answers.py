@@ -1,8 +1,10 @@
-"""Answers of every arm to every question, kept one by one, so that a killed evaluation goes on where it was.
+"""Answers of every arm, kept one by one, so that a killed evaluation goes on where it was.
 
-Arms take turns on every question in an order that rotates, and each leads the conversation on its own: a second turn
-follows the arm's own first answer. Counts depend on the seed and the device alone; times are what they were when an
-answer was made, so those of a continued evaluation come from several sittings.
+Timing needs every arm and several repeats, counting needs one answer of the heads. So some questions are *timed*: all
+arms answer them in every repeat, taking turns in an order that rotates. The others are only *counted*: answered once,
+by the arms that are needed, several together. Each arm leads a conversation on its own: a second turn follows its own
+first answer. Counts depend on the seed and the device alone; times are what they were when an answer was made, so those
+of a continued evaluation come from several sittings.
 """
 
 from __future__ import annotations
@@ -25,6 +27,7 @@ from medusa_train.eval.speed import WARM_UP_TOKENS, Decoder, Run
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.stats import DecodeStats
 
+TOGETHER = 8  # counted questions that are answered as one batch
 PARTS = ("draft", "forward", "verify", "commit")
 
 
@@ -59,19 +62,23 @@ class Turn:
             raise AssertionError(f"{self.tokens} tokens, but prefill and steps emitted {self.prefill_tokens} + {steps}")
 
     @classmethod
-    def of(cls, prompt: Sequence[int], run: Run, text: str) -> Turn:
-        """The turn of a run over one prompt."""
+    def of(cls, prompt: Sequence[int], run: Run, row: int, text: str) -> Turn:
+        """The turn of one row of a run; of the time that rows take together, each has an equal share."""
+        rows = len(run.ids)
+        blocks = [blocks[row] for blocks in run.blocks if blocks[row].tokens]
+        # Transformers' generate tells no blocks; it takes one prompt at a time, so its counters are the row's.
+        histogram = Counter(len(block.tokens) for block in blocks[1:]) if blocks else run.stats.histogram
         return cls(
-            len(run.ids[0]),
-            run.stats.prefill_tokens,
-            run.prefill_seconds,
-            run.decode_seconds,
+            len(run.ids[row]),
+            len(blocks[0].tokens) if blocks else run.stats.prefill_tokens,
+            run.prefill_seconds / rows,
+            run.decode_seconds / rows,
             text,
             list(prompt),
-            run.ids[0],
-            dict(sorted(run.stats.histogram.items())),
-            [[len(block.tokens), block.drafted] for (block,) in run.blocks],
-            {part: getattr(run.stats, f"{part}_seconds") for part in PARTS} if run.blocks else {},
+            run.ids[row],
+            dict(sorted(histogram.items())),
+            [[len(block.tokens), block.drafted] for block in blocks],
+            {part: getattr(run.stats, f"{part}_seconds") / rows for part in PARTS} if blocks else {},
         )
 
 
@@ -123,26 +130,34 @@ class Answer:
 
 
 Answers = Sequence[Sequence[Answer]]  # by repeat, then question
-Ask = Callable[[Question, int], list[Turn]]  # (question, budget of each answer) -> the conversation's turns
+Ask = Callable[[Sequence[Question], int], list[list[Turn]]]  # (questions, budget of an answer) -> turns of each
 
 
 def local_ask(decoder: Decoder, backbone: Backbone, tokenizer: PreTrainedTokenizerBase) -> Ask:
-    """Lead conversations with a decoder; one ends early when its next turn would not fit the backbone's context."""
+    """Lead conversations with a decoder, turn by turn, each turn as one batch.
 
-    def ask(question: Question, max_new_tokens: int) -> list[Turn]:
-        messages = list(question.messages)
-        prompt = prompt_ids(question, tokenizer)
-        turns = []
-        for follow_up in (*question.follow_ups, None):
-            run = decoder([torch.tensor(prompt)], max_new_tokens)
-            text = tokenizer.decode(run.ids[0], skip_special_tokens=True)
-            turns.append(Turn.of(prompt, run, text))
-            if follow_up is None:
-                break
-            messages += [{"role": "assistant", "content": text}, {"role": "user", "content": follow_up}]
-            prompt = render_prompt(tokenizer, messages)
-            if not fits(prompt, max_new_tokens, backbone):
-                break
+    A conversation ends early when its next turn would not fit the backbone's context.
+    """
+
+    def ask(questions: Sequence[Question], max_new_tokens: int) -> list[list[Turn]]:
+        messages = [list(question.messages) for question in questions]
+        prompts = {number: prompt_ids(question, tokenizer) for number, question in enumerate(questions)}
+        turns: list[list[Turn]] = [[] for _ in questions]
+        while prompts:
+            run = decoder([torch.tensor(prompt) for prompt in prompts.values()], max_new_tokens)
+            following = {}
+            for row, (number, prompt) in enumerate(prompts.items()):
+                text = tokenizer.decode(run.ids[row], skip_special_tokens=True)
+                turns[number].append(Turn.of(prompt, run, row, text))
+                for follow_up in questions[number].follow_ups[len(turns[number]) - 1 :][:1]:
+                    messages[number] += [
+                        {"role": "assistant", "content": text},
+                        {"role": "user", "content": follow_up},
+                    ]
+                    prompt = render_prompt(tokenizer, messages[number])
+                    if fits(prompt, max_new_tokens, backbone):
+                        following[number] = prompt
+            prompts = following
         return turns
 
     return ask
@@ -172,6 +187,7 @@ class AnswerFile:
         if any(answer.key != key for answer in answers):
             path.unlink()
             return
+        # The last one counts: a batch of which a kill kept a part was asked again.
         self._found = {(answer.question, answer.arm, answer.repeat): answer for answer in answers}
 
     def get(self, question: str, arm: str, repeat: int) -> Answer | None:
@@ -190,12 +206,14 @@ class Collected:
     """Every answer.
 
     Attributes:
-        answers: arm -> its answers.
+        timed: arm -> its answers to the timed questions.
+        counted: needed arm -> its first answer to every question.
         unavailable: arm -> why it has none.
-        seconds: of decoding that was timed in this sitting.
+        seconds: of decoding in this sitting.
     """
 
-    answers: dict[str, Answers]
+    timed: dict[str, Answers]
+    counted: dict[str, list[Answer]]
     unavailable: dict[str, str]
     seconds: float
 
@@ -203,61 +221,76 @@ class Collected:
 def collect(
     asks: Mapping[str, Ask],
     questions: Sequence[Question],
+    timed: Sequence[int],
     max_new_tokens: int,
     repeats: int,
     kept: AnswerFile,
     needed: Collection[str] = (),
     compiled: Collection[str] = (),
 ) -> Collected:
-    """Ask everything of every arm, and keep what was kept before.
+    """Ask what is to be timed or counted, and keep what was kept before.
 
     Args:
-        needed: arms whose errors end the evaluation; any other arm that fails is left out, with the reason.
-        compiled: arms that answer everything once before it counts, because a shape is compiled when it is first met.
+        timed: places of the timed questions.
+        needed: arms that answer the other questions too, and whose errors end the evaluation; any other arm that
+            fails is left out, with the reason.
+        compiled: arms that answer every timed question once before it counts, because a shape is compiled when it is
+            first met.
     """
     unavailable: dict[str, str] = {}
     seconds = 0.0
 
-    def attempt(arm: str, question: Question, budget: int) -> list[Turn]:
+    def attempt(arm: str, together: Sequence[Question], budget: int) -> list[list[Turn]]:
         try:
-            return asks[arm](question, budget)
+            return asks[arm](together, budget)
         except Exception as error:
             if arm in needed:
                 raise
             unavailable[arm] = " ".join(str(error).split())[:200] or type(error).__name__
             return []
 
-    order = [(repeat, number) for repeat in range(repeats) for number in range(len(questions))]
-    names = list(asks)
-    missing = {arm: [key for key in order if kept.get(questions[key[1]].id, arm, key[0]) is None] for arm in names}
-    with tqdm(total=len(order) * len(names), desc="answers", unit="answer") as bar:
-        bar.update(sum(len(order) - len(left) for left in missing.values()))
-        for arm in (arm for arm in names if missing[arm]):
+    names, counted = list(asks), [arm for arm in asks if arm in needed]
+    clocked = [questions[number] for number in timed]
+    rounds = [
+        (repeat, names[(turn + place + repeat) % len(names)], [question])
+        for repeat in range(repeats)
+        for place, question in enumerate(clocked)
+        for turn in range(len(names))
+    ]
+    # Of like length, so that little of a batch is padding.
+    others = [question for number, question in enumerate(questions) if number not in timed]
+    others.sort(key=lambda question: len(str(question.messages)))
+    batches = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
+    rounds += [(0, arm, batch) for arm in counted for batch in batches]
+    # A batch that was kept in part is asked whole: an answer's rounding depends on what is asked with it.
+    left = [
+        (repeat, arm, batch)
+        for repeat, arm, batch in rounds
+        if any(kept.get(question.id, arm, repeat) is None for question in batch)
+    ]
+    total = sum(len(batch) for *_, batch in rounds)
+    with tqdm(total=total, desc="answers", unit="answer") as bar:
+        bar.update(total - sum(len(batch) for *_, batch in left))
+        for arm in dict.fromkeys(arm for _, arm, _ in left):
             if arm not in compiled:
-                attempt(arm, replace(questions[0], follow_ups=()), min(WARM_UP_TOKENS, max_new_tokens))
+                attempt(arm, [replace(clocked[0], follow_ups=())], min(WARM_UP_TOKENS, max_new_tokens))
                 continue
-            for question in questions:
+            for question in clocked:
                 if arm not in unavailable:
-                    attempt(arm, question, max_new_tokens)
-        for repeat, number in order:
-            question = questions[number]
-            for turn in range(len(names)):
-                arm = names[(turn + number + repeat) % len(names)]
-                if arm in unavailable or kept.get(question.id, arm, repeat):
-                    continue
-                if turns := attempt(arm, question, max_new_tokens):
+                    attempt(arm, [question], max_new_tokens)
+        for repeat, arm, batch in left:
+            if arm not in unavailable:
+                for question, turns in zip(batch, attempt(arm, batch, max_new_tokens), strict=False):
                     made = kept.add(question.id, arm, repeat, turns)
                     seconds += made.prefill_seconds + made.decode_seconds
-                bar.update()
+            bar.update(len(batch))
+
+    def found(arm: str, chosen: Sequence[Question], repeat: int) -> list[Answer]:
+        return [answer for question in chosen if (answer := kept.get(question.id, arm, repeat))]
+
     return Collected(
-        {
-            arm: [
-                [answer for question in questions if (answer := kept.get(question.id, arm, repeat))]
-                for repeat in range(repeats)
-            ]
-            for arm in names
-            if arm not in unavailable
-        },
+        {arm: [found(arm, clocked, repeat) for repeat in range(repeats)] for arm in names if arm not in unavailable},
+        {arm: found(arm, questions, 0) for arm in counted},
         unavailable,
         seconds,
     )

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.hidden_states import Shard, shard_of
 from medusa_train.data.rows import Row
-from medusa_train.eval.acceptance import recall, replay, token_ranks
+from medusa_train.eval.acceptance import Ranks, recall, replay, token_ranks
 from medusa_train.eval.answers import Answer, AnswerFile, Answers, Ask, collect, fits, local_ask, prompt_ids
 from medusa_train.eval.arms import NEED_DRAFT_MODEL, SERVER, make_decoder
 from medusa_train.eval.cost import bytes_read
@@ -28,21 +28,26 @@ from medusa_train.eval.figures import (
     speedup,
     step_model,
     step_seconds,
+    tokens_per_step,
     total,
     warnings,
 )
-from medusa_train.eval.lossless import compare_outputs
-from medusa_train.eval.questions import Question
+from medusa_train.eval.lossless import compare_outputs, read_again
+from medusa_train.eval.questions import Question, spread
 from medusa_train.eval.server import Server
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.tree import Tree
 
-SCHEMA = 2  # of report.json; grows when a key changes its meaning or goes
+SCHEMA = 3  # of report.json; grows when a key changes its meaning or goes
 PASS_TOKENS = 2048  # padded tokens of one pass when answers are read again
 
 DEFINITIONS = {
+    "timed prompts": "prompts that every arm answers in every repeat; all times, speeds, speedups and intervals are of "
+    "these alone, and so is what stands beside them in the table of arms",
+    "counted prompts": "all prompts; the heads answer those that are not timed once, and acceptance, histogram, "
+    "categories' tokens per step and the reading are of all",
     "tokens_per_step": "tokens emitted by steps / steps, all prompts together; a step is one backbone pass after "
     "prefill, the bonus token counts, prefill's token does not, a block cut by the budget or an end token counts what "
     "was emitted; plain = 1",
@@ -59,6 +64,8 @@ DEFINITIONS = {
     "modelled speedup": "tokens per step / overhead",
     "simulated": "greedy decoding replayed on the backbone's states along its own answers to these prompts",
     "replay": "greedy decoding replayed on cached held-out answers: what the heads' ranks give this tree",
+    "read again": "share of prompts whose every answered token is the backbone's own best when answers are read in one "
+    "pass each: greedy text, proved without decoding it a second time; where one is not, how far below the best it was",
     "recall": "share of tokens among a head's best 1, 5 and 10, on the backbone's own greedy text",
 }
 
@@ -70,6 +77,8 @@ class Plan:
     Attributes:
         asked: where the questions are from, for people.
         arms: names; see `arms`.
+        timed: how many questions every arm answers in every repeat, spread over categories; None: all. The heads
+            answer the others once, to be counted.
         load_draft_model: a small model for the arms that use one; None where none is given.
         server: for the arm ``openai``.
         step_seconds: tokens per pass -> seconds of a step, timed when the tree was chosen.
@@ -81,6 +90,7 @@ class Plan:
     arms: Sequence[str]
     max_new_tokens: int
     repeats: int
+    timed: int | None
     load_draft_model: Callable[[], Backbone | None]
     server: Server | None
     step_seconds: dict[int, float]
@@ -109,17 +119,19 @@ def evaluate(
         )
     asks, refused = _asks(model, tokenizer, plan)
     compiled = [arm for arm in asks if model.step.compiled and not arm.startswith(("generate", SERVER))]
-    collected = collect(asks, questions, plan.max_new_tokens, plan.repeats, kept, ("medusa",), compiled)
-    answers = collected.answers
+    timed = spread(questions, plan.timed)
+    collected = collect(asks, questions, timed, plan.max_new_tokens, plan.repeats, kept, ("medusa",), compiled)
+    answers, counted = collected.timed, collected.counted["medusa"]
     bases: dict[str, Answers | None] = {"generate": answers.get("generate"), "plain": answers.get("plain")}
     medusa, plain = answers["medusa"], bases["plain"]
-    accepted = acceptance(medusa[0], model.tree.depth, model.tree.size)
+    accepted = acceptance(counted, model.tree.depth, model.tree.size)
     ranks = token_ranks(model, heldout)
     predicted = replay(ranks, model.tree)
     over = {name: speedup(base, medusa) if base else None for name, base in bases.items()}
     plain_step, medusa_step = step_seconds(plain) if plain else None, step_seconds(medusa)
-    timed = plan.step_seconds
-    overhead = ratio(timed[model.tree.size], timed[1]) if {1, model.tree.size} <= timed.keys() else None
+    steps = plan.step_seconds
+    overhead = ratio(steps[model.tree.size], steps[1]) if {1, model.tree.size} <= steps.keys() else None
+    shard = shard_of(model.backbone, rows_of(counted), PASS_TOKENS)
     report: dict[str, Any] = {
         "schema": SCHEMA,
         "definitions": DEFINITIONS,
@@ -132,9 +144,10 @@ def evaluate(
             "temperature": 0,
             "asked": plan.asked,
             "prompts": len(questions),
+            "timed_prompts": len(timed),
             "left_out": len(plan.questions) - len(questions),
-            "turns": sum(len(answer.turns) for answer in medusa[0]),
-            "prompt_tokens": [len(answer.turns[0].prompt) for answer in medusa[0]],
+            "turns": sum(len(answer.turns) for answer in counted),
+            "prompt_tokens": [len(answer.turns[0].prompt) for answer in counted],
             "max_new_tokens": plan.max_new_tokens,
             "repeats": plan.repeats,
             "compiled": model.step.compiled,
@@ -147,7 +160,7 @@ def evaluate(
             "tree_paths": [list(path) for path in model.tree.paths if path],
         },
         "acceptance": accepted,
-        "simulated": _simulated(model, medusa[0], accepted["tokens_per_step"]),
+        "simulated": _simulated(token_ranks(model, [shard]), model.tree, accepted["tokens_per_step"]),
         "replay": {
             "tokens_per_step": predicted.tokens_per_step,
             "steps": predicted.steps,
@@ -161,14 +174,16 @@ def evaluate(
         "unavailable": refused | collected.unavailable,
         "speedup": {f"over_{name}": value for name, value in over.items()},
         "overhead": None if not plain_step or not medusa_step else medusa_step / plain_step,
-        "model": step_model(accepted["tokens_per_step"], overhead, over["plain"]["median"] if over["plain"] else None),
+        # Of the timed questions on both sides: others may be easier or harder.
+        "model": step_model(tokens_per_step(medusa[0]), overhead, over["plain"]["median"] if over["plain"] else None),
         "step_time_shares": part_shares(medusa),
         "losslessness": {
             f"over_{name}": compare_outputs(model.backbone, base[0], medusa[0]) if base else None
             for name, base in bases.items()
         },
-        "categories": categories(questions, answers),
-        "sample": _sample(tokenizer, questions, medusa[0]),
+        "read_again": read_again(model.backbone, shard, counted),
+        "categories": categories(questions, answers, collected.counted),
+        "sample": _sample(tokenizer, questions, counted),
     }
     for arm, row in report["speed"].items():
         same = compare_outputs(model.backbone, plain[0], answers[arm][0]) if plain and arm != SERVER else None
@@ -198,16 +213,19 @@ def _asks(model: MedusaModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) ->
     return asks, refused
 
 
-def _simulated(model: MedusaModel, answers: Sequence[Answer], measured: float | None) -> dict[str, Any]:
-    """What the heads' ranks along these very answers give the tree; it should be what decoding measured."""
-    rows = [
+def rows_of(answers: Sequence[Answer]) -> list[Row]:
+    """Every turn as a row, to be read again."""
+    return [
         Row(f"{answer.question}-{number}", "heldout", [], turn.prompt + turn.ids,
             [(len(turn.prompt), len(turn.prompt) + len(turn.ids))], "stop")
         for answer in answers
         for number, turn in enumerate(answer.turns)
     ]  # fmt: skip
-    ranks = token_ranks(model, [shard_of(model.backbone, rows, PASS_TOKENS)])
-    tokens = replay(ranks, model.tree).tokens_per_step
+
+
+def _simulated(ranks: Ranks, tree: Tree, measured: float | None) -> dict[str, Any]:
+    """What the heads' ranks along the answers give the tree; it should be what decoding measured."""
+    tokens = replay(ranks, tree).tokens_per_step
     return {
         "tokens_per_step": tokens,
         "difference": tokens / measured - 1 if tokens and measured else None,

@@ -174,22 +174,34 @@ def step_model(tokens: float | None, overhead: float | None, measured: float | N
     }
 
 
-def categories(questions: Sequence[Question], answers: Mapping[str, Answers]) -> list[dict[str, Any]]:
-    """Tokens per step, tokens/s and speedup over plain of every arm on each category's prompts."""
+def categories(
+    questions: Sequence[Question], timed: Mapping[str, Answers], counted: Mapping[str, Sequence[Answer]]
+) -> list[dict[str, Any]]:
+    """Tokens per step, tokens/s and speedup over plain of every arm on each category's prompts.
+
+    Args:
+        timed: arm -> its answers to the timed questions: what every time is from.
+        counted: arm -> its answers to all questions, where it gave them: what its tokens per step are from.
+    """
     rows = []
     for category in dict.fromkeys(question.category for question in questions if question.category):
-        numbers = [number for number, question in enumerate(questions) if question.category == category]
-        chosen = {arm: [[repeat[n] for n in numbers] for repeat in given] for arm, given in answers.items()}
+        asked = {question.id for question in questions if question.category == category}
+        chosen = {
+            arm: [[answer for answer in repeat if answer.question in asked] for repeat in given]
+            for arm, given in timed.items()
+        }
         arms = {}
         for arm, given in chosen.items():
             # A few answers may all end with their first token; all of them together may not.
             moved, base = total_tokens(given[0]) > 0, chosen.get("plain")
+            every = [answer for answer in counted[arm] if answer.question in asked] if arm in counted else given[0]
             arms[arm] = {
-                "tokens_per_step": tokens_per_step(given[0]),
+                "tokens_per_step": tokens_per_step(every),
                 "decode_tokens_per_second": statistics.median(map(decode_speed, given)) if moved else None,
                 "over_plain": speedup(base, given) if moved and base and total_tokens(base[0]) else None,
             }
-        rows.append({"category": category, "prompts": len(numbers), "arms": arms})
+        clocked = max(len(given[0]) for given in chosen.values())
+        rows.append({"category": category, "prompts": len(asked), "timed_prompts": clocked, "arms": arms})
     return rows
 
 

@@ -17,7 +17,9 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from medusa_train.eval.answers import Answer, Turn, fits, local_ask, prompt_ids
+from medusa_train.data.hidden_states import Shard
+from medusa_train.eval.acceptance import CHUNK
+from medusa_train.eval.answers import Answer, fits, local_ask, prompt_ids
 from medusa_train.eval.arms import make_decoder
 from medusa_train.eval.questions import Question
 from medusa_train.eval.sampling_test import compare_samples
@@ -70,6 +72,31 @@ def compare_outputs(backbone: Backbone, reference: Sequence[Answer], ours: Seque
     return {"identical_share": 1 - len(differences) / len(reference), "differences": differences}
 
 
+@torch.inference_mode()
+def read_again(backbone: Backbone, shard: Shard, answers: Sequence[Answer]) -> dict[str, Any]:
+    """Share of prompts whose answers are the backbone's own greedy choice, token for token, as one pass reads them.
+
+    Args:
+        shard: the states of every turn of ``answers``, in order.
+        answers: that were decoded greedily.
+    """
+    below = []
+    for places in torch.arange(len(shard.tokens)).split(CHUNK):
+        logits = backbone.logits(shard.states(places).to(backbone.device, backbone.dtype)).float()
+        own = logits.gather(1, shard.tokens[places].to(logits.device)[:, None])[:, 0]
+        below.append((logits.amax(dim=1) - own).cpu())
+    turns = iter(torch.cat(below).split([len(turn.ids) for answer in answers for turn in answer.turns]))
+    differences = []
+    for number, answer in enumerate(answers):
+        # Every turn is taken from the iterator; the first that is not greedy text is told.
+        for turn, gaps in enumerate([next(turns) for _ in answer.turns]):
+            if gaps.any():
+                index = int(gaps.nonzero()[0])
+                differences.append({"prompt": number, "turn": turn, "index": index, "below_best": float(gaps[index])})
+                break
+    return {"prompts": len(answers), "share": 1 - len(differences) / len(answers), "differences": differences}
+
+
 def greedy_identity(
     model: MedusaModel, tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], max_new_tokens: int
 ) -> dict[str, Any]:
@@ -87,7 +114,7 @@ def greedy_identity(
             ask = local_ask(make_decoder(arm, model, None), model.backbone, tokenizer)
             answers[arm] = []
             for question in asked:
-                turns: list[Turn] = ask(question, max_new_tokens)
+                (turns,) = ask([question], max_new_tokens)
                 answers[arm].append(Answer("", question.id, arm, 0, turns))
                 bar.update()
     tokens = sum(answer.tokens for answer in answers["plain"])

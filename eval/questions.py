@@ -216,6 +216,14 @@ def _records(benchmark: Benchmark | None, source: str) -> Iterator[Mapping[str, 
         ) from error
 
 
+def spread(questions: Sequence[Question], count: int | None) -> list[int]:
+    """Places of ``count`` questions, evenly spaced when they are lined up by category; None: of all."""
+    order = list(dict.fromkeys(question.category for question in questions))
+    lined_up = sorted(range(len(questions)), key=lambda place: order.index(questions[place].category))
+    count = min(count or len(questions), len(questions))
+    return sorted(lined_up[(2 * n + 1) * len(questions) // (2 * count)] for n in range(count))
+
+
 def select(questions: Sequence[Question], count: int | None, per_category: int | None = None) -> list[Question]:
     """A subset that depends on the questions alone, in their order.
 

@@ -27,6 +27,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
         "tree_given": report["made"]["tree"]["result"].get("chosen_by") == "recipe",
         "expected_tokens_per_step": chosen_size(report)["expected_tokens_per_step"],
         "labels": LABELS,
+        "basis": basis_text(report["setting"]),
         "recipe": json.dumps(report["made"]["tree"]["recipe"], indent=2, ensure_ascii=False),
         "plots": report_plots(report),
         "tree_svg": tree_picture(report) if report["setting"]["tree_paths"] else "",
@@ -71,6 +72,15 @@ def percent_text(share: float | None) -> str:
     return "n/a" if share is None else f"{share:.1%}".replace(".0%", "%").replace("%", " %")
 
 
+def basis_text(setting: Mapping[str, Any]) -> str:
+    """What times and counts are of."""
+    prompts, timed, repeats = setting["prompts"], setting["timed_prompts"], setting["repeats"]
+    rounds = f"{repeats} repeat{'s' if repeats > 1 else ''}"
+    if timed == prompts:
+        return f"speed and counts: all {prompts} prompts, {rounds}"
+    return f"speed: {timed} of {prompts} prompts, {rounds}; counts: all {prompts}"
+
+
 def interval_text(speedup: Mapping[str, float | None] | None, name: str = "") -> str:
     """A speedup and its 95 % interval; ``name`` is ``mean_prompt`` for the per-prompt convention."""
     value = speedup[name or "median"] if speedup else None
@@ -92,6 +102,7 @@ def summary_markdown(report: Mapping[str, Any]) -> str:
         f"| {setting['prompts']} prompts ({setting['asked']}), up to {setting['max_new_tokens']} tokens, batch 1, "
         f"temperature 0, {setting['dtype']} | |",
         "|---|---|",
+        f"| what the figures are of | {basis_text(setting)} |",
         "| tokens per step (bonus token counted, plain decoding = 1) | "
         f"{figure_text(report['acceptance']['tokens_per_step'])} |",
         f"| the same, replayed over {report['replay']['answers']} held-out answers to their end | "
@@ -103,13 +114,19 @@ def summary_markdown(report: Mapping[str, Any]) -> str:
         f"| decode tokens/s: heads, one token per pass, `generate` | {tokens_per_second('medusa')}, "
         f"{tokens_per_second('plain')}, {tokens_per_second('generate')} |",
         f"| tokens per verification pass | {setting['tree_size']} |",
-        f"| identical to plain greedy decoding | {percent_text(identical)} of prompts |",
+        f"| identical to plain greedy decoding | {percent_text(identical)} of {setting['timed_prompts']} prompts |",
+        "| every token the backbone's own greedy choice, read again | "
+        f"{percent_text(report['read_again']['share'])} of {report['read_again']['prompts']} prompts |",
     ]
     if report["categories"]:
-        lines += ["", "| category | prompts | tokens per step | speedup over one-token decoding |", "|---|---|---|---|"]
+        lines += [
+            "",
+            "| category | prompts | tokens per step | timed prompts | speedup over one-token decoding |",
+            "|---|---|---|---|---|",
+        ]
         lines += [
             f"| {row['category']} | {row['prompts']} | {figure_text(row['arms']['medusa']['tokens_per_step'])} | "
-            f"{interval_text(row['arms']['medusa']['over_plain'])} |"
+            f"{row['timed_prompts']} | {interval_text(row['arms']['medusa']['over_plain'])} |"
             for row in report["categories"]
         ]
     lines += [f"\n> {warning}" for warning in report["warnings"]]
@@ -137,7 +154,9 @@ def headline(folder: Path) -> str:
             f"{tokens_per_second('generate')} transformers generate",
             f"speedup           {interval_text(speedup['over_generate'])} over generate, "
             f"{interval_text(speedup['over_plain'])} over one-token decoding in the same loop",
-            f"identical         {percent_text(identical)} of outputs equal plain greedy decoding token for token",
+            f"of                {basis_text(report['setting'])}",
+            f"identical         {percent_text(identical)} of timed outputs equal plain greedy decoding token for token",
+            f"read again        {percent_text(report['read_again']['share'])} of all outputs are greedy text",
             *(f"note              {warning}" for warning in report["warnings"]),
             f"report            {folder / 'report.html'}",
             f"heads             {folder / 'heads'}",

@@ -11,7 +11,7 @@ import json
 import os
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from http.client import HTTPResponse
 from time import perf_counter
@@ -40,12 +40,15 @@ class Server:
     model: str
     key: str = field(default_factory=lambda: os.environ.get("OPENAI_API_KEY", ""), repr=False)
 
-    def ask(self, question: Question, max_new_tokens: int) -> list[Turn]:
-        """Lead a conversation; see `answers.Ask`.
+    def ask(self, questions: Sequence[Question], max_new_tokens: int) -> list[list[Turn]]:
+        """Lead conversations, one after the other; see `answers.Ask`.
 
         Raises:
             UserError: no answer, or one without a count of its tokens.
         """
+        return [self._lead(question, max_new_tokens) for question in questions]
+
+    def _lead(self, question: Question, max_new_tokens: int) -> list[Turn]:
         messages, turns = list(question.messages), []
         for follow_up in (*question.follow_ups, None):
             turns.append(self._answer(messages, max_new_tokens))

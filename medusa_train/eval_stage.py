@@ -43,6 +43,7 @@ def run_eval(job: Job) -> dict[str, Any]:
         arms=section.arms,
         max_new_tokens=answer_budget(section),
         repeats=section.repeats,
+        timed=section.timed_questions,
         load_draft_model=partial(_load_draft_model, job),
         server=_server(section),
         step_seconds={row["size"]: row["step_ms"] / 1000 for row in made["tree"]["result"]["sizes"]},

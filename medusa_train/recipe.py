@@ -317,7 +317,9 @@ class EvalSection(_Section):
     samples_per_category: int | None = Field(None, ge=1)
     """So many prompts of every category of a benchmark, instead of num_prompts."""
     num_prompts: int = Field(12, ge=1)
-    """Prompts that every arm answers; a benchmark's categories take turns."""
+    """Prompts that are asked; a benchmark's categories take turns."""
+    timed_questions: int | None = Field(None, ge=1)
+    """How many of them, spread over categories, all arms answer in all repeats; null: all. Others are only counted."""
     max_new_tokens: int | None = Field(None, ge=2)
     """Budget of an answer; null: 128, or what the benchmark says."""
     repeats: int = Field(3, ge=1)

@@ -21,10 +21,11 @@ def turn(histogram, step_ms, prefill_ms=50.0, first=1):
     )  # fmt: skip
 
 
-def answers(arm, histograms, step_ms, repeats=(1.0, 1.0, 1.0)):
+def answers(arm, histograms, step_ms, repeats=(1.0, 1.0, 1.0), ids=None):
     """Answers of one turn by repeat and question; ``repeats`` scale the times."""
+    ids = ids or [str(n) for n in range(len(histograms))]
     return [
-        [Answer("key", str(n), arm, r, [turn(histogram, step_ms * scale)]) for n, histogram in enumerate(histograms)]
+        [Answer("key", ids[n], arm, r, [turn(histogram, step_ms * scale)]) for n, histogram in enumerate(histograms)]
         for r, scale in enumerate(repeats)
     ]
 
@@ -33,10 +34,11 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
     """12 prompts of three categories: 20 plain steps of 40 ms, or 12 of 50 ms with the tree."""
     kinds = ["qa"] * 6 + ["writing"] * 5 + ["math"]
     questions = [Question([{"role": "user", "content": f"question {n}"}], category=k) for n, k in enumerate(kinds)]
+    ids = [question.id for question in questions]
     given = {
-        "generate": answers("generate", [{1: 20}] * 12, 42, repeats),
-        "plain": answers("plain", [{1: 20}] * 12, 40, repeats),
-        "medusa": answers("medusa", [{1: 6, 2: 4, 3: 2}] * 12, 50, repeats),
+        "generate": answers("generate", [{1: 20}] * 12, 42, repeats, ids),
+        "plain": answers("plain", [{1: 20}] * 12, 40, repeats, ids),
+        "medusa": answers("medusa", [{1: 6, 2: 4, 3: 2}] * 12, 50, repeats, ids),
     }
     bases = {"generate": given["generate"], "plain": given["plain"]}
     medusa = given["medusa"]
@@ -65,9 +67,10 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
         "verifier": "greedy: exact, the output is that of plain greedy decoding",
         "setting": {
             "backbone": "some/model", "dtype": "float32", "device": "cpu", "batch_size": 1, "temperature": 0,
-            "asked": "synthetic", "prompts": 12, "left_out": 0, "turns": 12, "prompt_tokens": [3] * 12,
-            "max_new_tokens": 21, "repeats": len(repeats), "compiled": False, "kind": "medusa", "num_heads": 2,
-            "num_layers": 1, "draft_vocab_size": 4096, "tree_size": 6, "tree_paths": PATHS,
+            "asked": "synthetic", "prompts": 12, "timed_prompts": 12, "left_out": 0, "turns": 12,
+            "prompt_tokens": [3] * 12, "max_new_tokens": 21, "repeats": len(repeats), "compiled": False,
+            "kind": "medusa", "num_heads": 2, "num_layers": 1, "draft_vocab_size": 4096,
+            "tree_size": 6, "tree_paths": PATHS,
             "pass_bytes": {"backbone": 400_000_000, "heads": 20_000_000},
         },
         "acceptance": accepted,
@@ -86,7 +89,8 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
         "model": step_model(accepted["tokens_per_step"], 1.25, speedup(given["plain"], medusa)["median"]),
         "step_time_shares": part_shares(medusa),
         "losslessness": {f"over_{name}": {"identical_share": 1.0, "differences": []} for name in bases},
-        "categories": categories(questions, given),
+        "read_again": {"prompts": 12, "share": 1.0, "differences": []},
+        "categories": categories(questions, given, {"medusa": medusa[0]}),
         "sample": {
             "prompt": "question 1", "tokens_per_step": 1.67,
             "pieces": [{"text": text, "step": 0, "drafted": text == "sample"} for text in ("a", "sample", "<b>")],

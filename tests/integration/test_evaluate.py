@@ -2,6 +2,7 @@
 
 import json
 import threading
+from collections import Counter
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -15,8 +16,8 @@ from medusa_train.data.hidden_states import shard_of
 from medusa_train.data.rows import Row
 from medusa_train.eval.answers import Answer, AnswerFile, local_ask
 from medusa_train.eval.arms import make_decoder
-from medusa_train.eval.evaluate import Plan, evaluate
-from medusa_train.eval.lossless import compare_outputs, greedy_identity, sampling_identity
+from medusa_train.eval.evaluate import Plan, evaluate, rows_of
+from medusa_train.eval.lossless import compare_outputs, greedy_identity, read_again, sampling_identity
 from medusa_train.eval.questions import Question
 from medusa_train.eval.server import Server
 from medusa_train.inference import MedusaModel, Tree, UserError, load_backbone
@@ -55,7 +56,7 @@ QUESTIONS = [
     Question([{"role": "user", "content": "mat and cat ?"}], (), "writing"),
 ]
 PLAN = Plan(
-    QUESTIONS, "a test", ("generate", "plain", "medusa"), 10, 2, lambda: None, None, {1: 0.01, TREE.size: 0.012},
+    QUESTIONS, "a test", ("generate", "plain", "medusa"), 10, 2, None, lambda: None, None, {1: 0.01, TREE.size: 0.012},
     [{"tree": "chosen", "size": TREE.size, "paths": [list(path) for path in TREE.paths if path]}],
 )  # fmt: skip
 
@@ -66,7 +67,7 @@ def run(model, tokenizer, heldout, path, plan=PLAN, key="k"):
 
 def counts(report):
     """All that must not depend on time."""
-    keys = ("acceptance", "simulated", "replay", "recall", "losslessness", "trees", "sample")
+    keys = ("acceptance", "read_again", "simulated", "replay", "recall", "losslessness", "trees", "sample")
     return {key: report[key] for key in keys} | {
         "speed": {arm: row["tokens_per_step"] for arm, row in report["speed"].items()}
     }
@@ -101,11 +102,65 @@ def test_a_second_turn_follows_the_arms_own_answer(unbroken, tokenizer):
     assert report["speed"]["plain"]["tokens_per_step"] == 1
 
 
+def test_questions_that_are_not_timed_are_answered_once_by_the_heads(model, tokenizer, heldout, unbroken, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    report = run(model, tokenizer, heldout, path, replace(PLAN, timed=1))
+    given = Counter((record["question"], record["arm"]) for record in answers_in(path))
+    (timed,) = {question for (question, arm) in given if arm == "plain"}
+    assert given == {(timed, arm): 2 for arm in PLAN.arms} | {
+        (question.id, "medusa"): 1 for question in QUESTIONS if question.id != timed
+    }
+    whole = unbroken[0]
+    assert (report["setting"]["prompts"], report["setting"]["timed_prompts"]) == (3, 1)
+    assert whole["setting"]["timed_prompts"] == 3
+    for counted in ("acceptance", "simulated", "read_again", "sample"):
+        assert report[counted] == whole[counted]
+    assert report["setting"]["turns"] == 4
+    rows = {row["category"]: row for row in report["categories"]}
+    assert sorted(row["timed_prompts"] for row in rows.values()) == [0, 1]
+    for row, other in zip(report["categories"], whole["categories"], strict=True):
+        assert row["prompts"] == other["prompts"]
+        assert row["arms"]["medusa"]["tokens_per_step"] == other["arms"]["medusa"]["tokens_per_step"]
+        for arm in row["arms"].values() if not row["timed_prompts"] else ():
+            assert arm["decode_tokens_per_second"] is arm["over_plain"] is None
+    # Times and what is held against them are of the timed question alone.
+    steps = [sum(turn["histogram"].values()) for record in answers_in(path) if record["question"] == timed
+             and record["arm"] == "medusa" for turn in record["turns"]]  # fmt: skip
+    tokens = [turn["tokens"] - 1 for record in answers_in(path) if record["question"] == timed
+              and record["arm"] == "medusa" for turn in record["turns"]]  # fmt: skip
+    assert report["speed"]["medusa"]["tokens_per_step"] == pytest.approx(sum(tokens) / sum(steps))
+    assert report["model"]["speedup"] == pytest.approx(sum(tokens) / sum(steps) / 1.2)
+
+
+def test_answers_that_are_not_greedy_text_are_found_by_reading_them(model, tokenizer):
+    answers = [greedy_turn(model, tokenizer, question) for question in QUESTIONS]
+    assert read(model, answers) == {"prompts": 3, "share": 1, "differences": []}
+    # The last token of a second turn: nothing comes after it, so it alone is wrong.
+    first, last = answers[0].turns
+    wrong = replace(last, ids=[*last.ids[:-1], (last.ids[-1] + 1) % 512])
+    found = read(model, [replace(answers[0], turns=[first, wrong]), *answers[1:]])
+    assert found["share"] == pytest.approx(2 / 3)
+    (difference,) = found["differences"]
+    assert (difference["prompt"], difference["turn"], difference["index"]) == (0, 1, len(last.ids) - 1)
+    assert difference["below_best"] > 0
+    # And a prompt behind it is not taken for the wrong one.
+    (late,) = answers[2].turns
+    found = read(model, [*answers[:2], replace(answers[2], turns=[replace(late, ids=[(late.ids[0] + 1) % 512])])])
+    assert [(row["prompt"], row["turn"], row["index"]) for row in found["differences"]] == [(2, 0, 0)]
+
+
+def read(model, answers):
+    return read_again(model.backbone, shard_of(model.backbone, rows_of(answers), 512), answers)
+
+
 class Killed(BaseException):
     """Stands for a kill."""
 
 
-def test_a_killed_evaluation_goes_on_to_the_same_counts(model, tokenizer, heldout, unbroken, tmp_path, monkeypatch):
+@pytest.mark.parametrize("timed", [None, 1])
+def test_a_killed_evaluation_goes_on_to_the_same_counts(model, tokenizer, heldout, tmp_path, monkeypatch, timed):
+    plan = replace(PLAN, timed=timed)
+    unbroken = run(model, tokenizer, heldout, tmp_path / "unbroken.jsonl", plan)
     path = tmp_path / "broken.jsonl"
     add = AnswerFile.add
     with monkeypatch.context() as patch:
@@ -118,15 +173,15 @@ def test_a_killed_evaluation_goes_on_to_the_same_counts(model, tokenizer, heldou
 
         patch.setattr(AnswerFile, "add", dying)
         with pytest.raises(Killed):
-            run(model, tokenizer, heldout, path)
+            run(model, tokenizer, heldout, path, plan)
     kept = path.read_text()
     assert kept.count("\n") == 7
     path.write_text(kept + '{"key": "k", "quest')  # and the kill tore a line
-    resumed = run(model, tokenizer, heldout, path)
+    resumed = run(model, tokenizer, heldout, path, plan)
     assert path.read_text().startswith(kept), "nothing is answered twice"
-    assert counts(resumed) == counts(unbroken[0])
+    assert counts(resumed) == counts(unbroken)
     whole = path.read_text()
-    run(model, tokenizer, heldout, path)
+    run(model, tokenizer, heldout, path, plan)
     assert path.read_text() == whole
     AnswerFile(path, "other heads")
     assert not path.exists(), "what depends on other heads is thrown away"
@@ -215,7 +270,7 @@ def test_greedy_outputs_are_identical_and_a_difference_is_found(model, tokenizer
 
 def greedy_turn(model, tokenizer, question):
     ask = local_ask(make_decoder("plain", model, None), model.backbone, tokenizer)
-    return Answer("", question.id, "plain", 0, ask(question, 6))
+    return Answer("", question.id, "plain", 0, *ask([question], 6))
 
 
 def sampled(model, tokenizer, verifier="rejection", seed=0):

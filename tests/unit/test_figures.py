@@ -8,7 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_train.eval.answers import Turn
-from medusa_train.eval.figures import acceptance, bootstrap_speedup, speedup, step_model, step_seconds, warnings
+from medusa_train.eval.figures import (
+    acceptance,
+    bootstrap_speedup,
+    categories,
+    speedup,
+    step_model,
+    step_seconds,
+    warnings,
+)
+from medusa_train.eval.questions import Question
 from medusa_train.inference import UserError
 from synthetic import answers, synthetic_report, turn
 
@@ -100,6 +109,26 @@ def test_a_report_is_flagged_where_it_should_be():
     assert "20% below tokens per step / overhead" in told
     assert "part by 6%" in told
     assert "One prompt only: math." in told
+
+
+def test_categories_count_all_prompts_and_time_the_timed_ones():
+    kinds = ["qa", "qa", "math"]
+    questions = [Question([{"role": "user", "content": f"question {n}"}], category=k) for n, k in enumerate(kinds)]
+    ids = [question.id for question in questions]
+    timed = {
+        "plain": answers("plain", [{1: 12}], 40, ids=ids[1:]),
+        "medusa": answers("medusa", [{2: 6}], 50, ids=ids[1:]),
+    }
+    counted = answers("medusa", [{4: 2}, {2: 6}, {3: 4}], 50, ids=ids)[0]
+    qa, math = categories(questions, timed, {"medusa": counted})
+    assert (qa["prompts"], qa["timed_prompts"]) == (2, 1)
+    assert qa["arms"]["medusa"]["tokens_per_step"] == pytest.approx(20 / 8), "of sums, not the mean of 4 and 2"
+    assert qa["arms"]["medusa"]["decode_tokens_per_second"] == pytest.approx(2 / 0.05)
+    assert qa["arms"]["medusa"]["over_plain"]["median"] == pytest.approx(1.6)
+    assert (math["prompts"], math["timed_prompts"]) == (1, 0)
+    assert math["arms"]["medusa"]["tokens_per_step"] == pytest.approx(3)
+    assert math["arms"]["medusa"]["over_plain"] is math["arms"]["medusa"]["decode_tokens_per_second"] is None
+    assert math["arms"]["plain"]["tokens_per_step"] is None, "nobody counted"
 
 
 def test_categories_are_the_prompts_of_their_kind():

@@ -15,6 +15,7 @@ from medusa_train.eval.questions import (
     load_questions,
     question_of,
     select,
+    spread,
 )
 from medusa_train.inference import UserError
 
@@ -107,6 +108,24 @@ def test_without_the_hub_a_benchmark_says_what_to_do():
 questions = st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 50)), min_size=1, max_size=30, unique=True).map(
     lambda pairs: [Question([{"role": "user", "content": f"{n} {kind}"}], category=kind) for kind, n in pairs]
 )
+
+
+@given(questions, st.integers(1, 40))
+def test_what_is_timed_is_spread_over_categories_by_their_sizes(asked, count):
+    places = spread(asked, count)
+    assert places == sorted(set(places))
+    assert len(places) == min(count, len(asked))
+    for kind in {question.category for question in asked}:
+        size = sum(question.category == kind for question in asked)
+        taken = sum(asked[place].category == kind for place in places)
+        assert abs(taken - len(places) * size / len(asked)) < 1
+    assert spread(asked, None) == list(range(len(asked)))
+
+
+def test_what_is_timed_does_not_follow_the_order_of_a_file():
+    """Of kinds that alternate, not every second question, which would be of one kind."""
+    asked = [Question([{"role": "user", "content": str(n)}], category="ab"[n % 2]) for n in range(12)]
+    assert [asked[place].category for place in spread(asked, 4)].count("a") == 2
 
 
 @given(questions, st.integers(1, 40), st.randoms())

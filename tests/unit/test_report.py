@@ -17,8 +17,36 @@ from synthetic import synthetic_report
 GOLDEN = Path(__file__).parents[1] / "golden" / "report.md"
 
 
+@pytest.fixture
+def no_plots(monkeypatch):
+    """Drawing takes longer than all else, and has a test of its own."""
+    monkeypatch.setattr("medusa_train.eval.report.report_plots", lambda report: [])
+
+
 def test_the_summary_is_the_golden_one():
     assert summary_markdown(synthetic_report()) == GOLDEN.read_text(encoding="utf-8")
+
+
+def test_what_was_timed_and_what_was_counted_is_told(tmp_path, no_plots):
+    report = synthetic_report()
+    report["setting"]["timed_prompts"] = 5
+    report["read_again"] = {
+        "prompts": 12, "share": 11 / 12, "differences": [{"prompt": 7, "turn": 1, "index": 3, "below_best": 0.002}],
+    }  # fmt: skip
+    math = report["categories"][2]
+    math["timed_prompts"] = 0
+    math["arms"]["medusa"] |= {"decode_tokens_per_second": None, "over_plain": None}
+    page = " ".join(Page(page_of(tmp_path, report)).text)
+    summary, told = summary_markdown(report), headline(tmp_path)
+    for text in (page, summary, told):
+        assert "speed: 5 of 12 prompts, 3 repeats; counts: all 12" in text
+        assert "91.7 %" in text
+    assert "| identical to plain greedy decoding | 100 % of 5 prompts |" in summary
+    assert "| math | 1 | 1.67 | 0 | n/a |" in summary
+    assert "of the 5 timed prompts" in page
+    assert "7, turn 2" in page
+    report["setting"] |= {"timed_prompts": 12, "repeats": 1}
+    assert "speed and counts: all 12 prompts, 1 repeat |" in summary_markdown(report)
 
 
 def test_figures_are_written_alike_everywhere():
@@ -70,12 +98,6 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
     assert page_of(tmp_path, report) == text, "equal reports are equal files"
 
 
-@pytest.fixture
-def no_plots(monkeypatch):
-    """Drawing takes longer than all else, and has a test of its own."""
-    monkeypatch.setattr("medusa_train.eval.report.report_plots", lambda report: [])
-
-
 def test_what_was_not_measured_is_never_a_number(tmp_path, no_plots):
     report = synthetic_report()
     for arm in ("plain", "generate"):
@@ -118,6 +140,7 @@ def test_costs_are_those_of_the_steps(watts):
     result = cost_of_run(report, Machine(price=3.6, bandwidth=50e9, watts=watts))
     plain, medusa = result["rows"]
     assert plain["tokens_per_second"] == pytest.approx(25)  # 40 ms a step
+    assert plain["difference"] is None, "what a model starts from does not test it"
     assert medusa["tokens_per_second"] == pytest.approx(20 / 12 / 0.050)
     assert plain["limit"] == pytest.approx(50e9 / 400e6)
     assert medusa["limit"] == pytest.approx(20 / 12 * 50e9 / 420e6)
@@ -126,8 +149,32 @@ def test_costs_are_those_of_the_steps(watts):
     assert abs(medusa["difference"]) < 0.01, "the model is held against what was measured"
     assert len(result["assumptions"]) == 5
     assert "believe what was measured" not in cost_table(result)
-    report["speed"]["plain"]["decode_tokens_per_second"]["median"] = 10.0
+    report["speed"]["medusa"]["decode_tokens_per_second"]["median"] = 25.0
     assert "believe what was measured" in cost_table(cost_of_run(report, Machine(3.6, 50e9)))
+
+
+def test_a_slower_hour_of_the_machine_is_no_error_of_the_cost_model():
+    """The evaluation ran at half the speed of the time when the tree was chosen."""
+    report = synthetic_report()
+    for row in report["made"]["tree"]["result"]["sizes"]:
+        row["step_ms"] /= 2
+    plain, medusa = cost_of_run(report, Machine(3.6, 50e9))["rows"]
+    assert plain["tokens_per_second"] == pytest.approx(25)
+    assert abs(medusa["difference"]) < 0.01
+    # What the tree costs beside a plain step is tested: here it was thought to cost nothing.
+    for row in report["made"]["tree"]["result"]["sizes"]:
+        row["step_ms"] = 20.0
+    result = cost_of_run(report, Machine(3.6, 50e9))
+    assert result["rows"][1]["difference"] == pytest.approx(0.25, abs=0.01)
+    assert "believe what was measured" in result["warning"]
+
+
+def test_costs_need_plain_steps_or_an_efficiency():
+    report = synthetic_report()
+    del report["speed"]["plain"]
+    with pytest.raises(UserError, match=r"with plain among eval\.arms"):
+        cost_of_run(report, Machine(1.0, 1e9))
+    assert cost_of_run(report, Machine(1.0, 1e9, efficiency=0.5))["rows"][1]["tokens_per_second"] > 0
 
 
 def test_another_machine_is_not_held_against_this_runs_speed():
