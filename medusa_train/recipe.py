@@ -47,8 +47,7 @@ class HeadsSection(_Section):
     """What is trained."""
 
     kind: Literal["medusa", "hydra", "recurrent"] = "medusa"
-    """medusa heads read the hidden state alone; hydra heads also the tokens that they continue; a recurrent drafter
-    reads these one by one, with the same weights at every depth."""
+    """medusa heads read the hidden state alone; hydra heads and a recurrent drafter also the tokens they continue."""
     num_heads: int = Field(3, ge=1, le=10)
     """K: how many tokens ahead of the backbone the heads reach."""
     num_layers: int = Field(1, ge=0, le=8)
