@@ -150,7 +150,7 @@ def _assumptions(
     )
     steps += f"; one with a tree of {setting['tree_size']} costs {overhead:.2f} plain ones, as when the run chose it"
     return [
-        f"{report['speed']['medusa']['tokens_per_step']:.2f} tokens per step, as on the timed prompts of the evaluation "
+        f"{report['speed']['medusa']['tokens_per_step']:.2f} tokens per step, as on the timed prompts of the run "
         f"({setting['asked']})",
         steps,
         f"a plain step reads {read['plain'] / 1e9:.3g} GB of weights, heads {setting['pass_bytes']['heads'] / 1e9:.3g} "

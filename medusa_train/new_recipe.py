@@ -127,4 +127,5 @@ def recipe_text(source: str, chosen: dict[str, Choice], heading: list[str]) -> s
 
 def _scalar(value: Any) -> str:
     """A value in one line of YAML."""
-    return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=True).strip()[1:-1]
+    readable = str(value).isprintable()  # YAML has more line breaks than it escapes on its own
+    return yaml.safe_dump([value], default_flow_style=True, width=10**6, allow_unicode=readable).strip()[1:-1]

@@ -671,6 +671,15 @@ def test_what_was_written_before_a_kill_or_a_full_disk_is_gone_on_from(
     assert [path.name for path in (tmp_path / "rows").iterdir()] == ["rows.jsonl"]
 
 
+@pytest.fixture
+def interruptible():
+    """Ctrl-C as a terminal has it: a shell's background jobs ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_ctrl_c_keeps_what_was_answered(serve, ask, tmp_path):
     whole = ask(tmp_path / "whole", serve())
     left = iter(range(10))

@@ -39,6 +39,7 @@ def test_a_model_of_any_size_gets_a_recipe_that_loads(shape, kind):
 
 @settings(max_examples=25, deadline=None)
 @example("a folder with spaces " * 9)
+@example("\x85")
 @given(st.text(min_size=1))
 def test_any_source_is_written_as_it_is(source):
     assert written(source, {})["backbone"]["source"] == source
