@@ -40,8 +40,11 @@ def conversation_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
     any of them. Fields that are null count as missing, as files that mix layouts have them.
 
     Raises:
-        BadRecord: another layout, or a conversation that `check_turns` refuses.
+        BadRecord: another layout, a conversation that `check_turns` refuses, or declarations of tools: a template
+            that is not given them renders other text than the model was given.
     """
+    if record.get("tools"):
+        raise BadRecord("declarations of tools, which are not rendered", "; take 'tools' out to learn without them")
     follow_ups: list[str] = []
     for field in ("messages", "conversations", "conversation"):
         if record.get(field) is not None:

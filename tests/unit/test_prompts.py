@@ -186,6 +186,7 @@ BAD = {
     "unknown role 'narrator'": {"messages": [{"role": "narrator", "content": "Once"}, USER]},
     "the result of a tool that nobody called": {"messages": [USER, {"role": "tool", "content": "a cat"}]},
     "half of a character (a lone surrogate)": {"prompt": "What is \ud83d this?"},
+    "declarations of tools, which are not rendered": {"messages": [USER], "tools": [{"type": "function"}]},
     f"more than {MAX_CHARACTERS:,} characters": {"prompt": "What is this? " * 360_000},
     "a message that is no object": {"messages": ["What is this?"]},
     "messages that is no list": {"messages": {"role": "user"}},
