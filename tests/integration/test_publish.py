@@ -167,7 +167,7 @@ def test_the_card_states_the_figures_of_the_report(run, hub, command):
     over = rows["decode speedup over transformers `generate` (95 % interval over prompts)"]
     assert over == interval_text(report["speedup"]["over_generate"])
     assert rows["tokens per verification pass"] == str(report["setting"]["tree_size"])
-    assert rows["identical to plain greedy decoding"] == "100 % of prompts"
+    assert rows["identical to plain greedy decoding"] == f"100 % of {report['setting']['timed_prompts']} prompts"
     assert report["definitions"]["tokens_per_step"] in card.text
     assert "https://huggingface.co/ann/tiny" in card.text
     for way in (
@@ -187,11 +187,14 @@ def test_the_card_states_the_figures_of_the_report(run, hub, command):
 def test_categories_of_the_report_are_in_the_card(run):
     report = prepare_release(run / "heads", "bob/heads", "ann/tiny").report
     over = report["speedup"]["over_plain"] | {"median": 1.5}
-    rows = [{"category": name, "prompts": 3, "arms": {"medusa": {"tokens_per_step": step, "over_plain": over}}}
-            for name, step, over in (("coding", 2.25, over), ("roleplay", None, None))]  # fmt: skip
+    rows = [
+        {"category": name, "prompts": 3, "timed_prompts": timed,
+         "arms": {"medusa": {"tokens_per_step": step, "over_plain": over}}}
+        for name, timed, step, over in (("coding", 2, 2.25, over), ("roleplay", 0, None, None))
+    ]  # fmt: skip
     card = model_card(report | {"categories": rows}, "bob/heads", {})
-    assert "| coding | 3 | 2.25 | 1.50 (" in card
-    assert "| roleplay | 3 | n/a | n/a |" in card
+    assert "| coding | 3 | 2.25 | 2 | 1.50 (" in card
+    assert "| roleplay | 3 | n/a | 0 | n/a |" in card
 
 
 LOAD = """
