@@ -62,7 +62,9 @@ class Benchmark(BaseModel):
     source: str = Field(alias="from")
     """Where a person finds the rows."""
     dataset: str | None = None
-    """Hub id, or ``hf://`` path of one file; null: only from a local file."""
+    """Hub id; null: only from a local file."""
+    file: str | None = None
+    """The one file of that dataset that holds the rows; null: as its card arranges them."""
     config: str | None = None
     """Configuration of the Hub dataset."""
     split: str = "test"
@@ -202,18 +204,21 @@ def _records(benchmark: Benchmark | None, source: str) -> Iterator[Mapping[str, 
         yield from read_records(source)
         return
     from datasets import load_dataset
+    from huggingface_hub import hf_hub_download
 
     try:
-        if source.startswith("hf://"):
-            yield from load_dataset("json", data_files=source, split="train")
+        if benchmark.file:
+            # Not load_dataset("json", ...): it asks the network every time, whatever is cached.
+            rows = read_records(hf_hub_download(source, benchmark.file, repo_type="dataset"))
         else:
-            yield from load_dataset(source, benchmark.config, split=benchmark.split)
+            rows = iter(load_dataset(source, benchmark.config, split=benchmark.split))
     except Exception as error:  # of many kinds: no network, no such dataset, a damaged download
         reason = " ".join(str(error).split())[:160]
         raise UserError(
             f"benchmark {benchmark.name}: cannot read {source} ({reason}); "
             f"save {benchmark.source} and set eval.benchmark_file to its path"
         ) from error
+    yield from rows
 
 
 def spread(questions: Sequence[Question], count: int | None) -> list[int]:

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 import pytest
 
@@ -210,6 +210,9 @@ class _Handler(BaseHTTPRequestHandler):
                 return self._send(409, {"error": "Reference already exists"})
             repo.branches[revision] = repo.branches["main"]
             return self._send(200, {})
+        under = ""
+        if verb == "tree":
+            revision, _, under = revision.partition("/")
         oid = repo.resolve(revision)
         if oid is None:
             return self._send(404, {"error": "Invalid rev id"}, {"X-Error-Code": "RevisionNotFound"})
@@ -219,7 +222,8 @@ class _Handler(BaseHTTPRequestHandler):
             info = {"id": repo_id, "sha": oid, "private": repo.private, "siblings": siblings, "cardData": repo.card}
             return self._send(200, info | {"lastModified": "2024-01-01T00:00:00.000Z", "tags": [], "downloads": 0})
         if verb == "tree":
-            return self._send(200, [_entry(name, content) for name, content in files.items()])
+            deep = parse_qs(urlsplit(self.path).query).get("recursive", ["false"])[0].lower() in ("true", "1")
+            return self._send(200, _listing(files, under, deep))
         if verb == "preupload":
             asked = json.loads(body)["files"]
             return self._send(200, {"files": [_upload_mode(thing, files.get(thing["path"])) for thing in asked]})
@@ -283,6 +287,16 @@ class _Handler(BaseHTTPRequestHandler):
 
 def _is_large(name: str) -> bool:
     return name.endswith((".safetensors", ".parquet"))
+
+
+def _listing(files: dict[str, bytes], under: str, deep: bool) -> list[dict[str, object]]:
+    """What lies in a folder, and, if ``deep``, in those within it."""
+    start = f"{under}/" if under else ""
+    inside = {name: content for name, content in files.items() if name.startswith(start)}
+    here = {name.removeprefix(start).partition("/")[0] for name in inside}
+    folders = sorted(name for name in here if start + name not in inside)
+    found: list[dict[str, object]] = [{"type": "directory", "path": start + name, "oid": "0" * 40} for name in folders]
+    return found + [_entry(name, inside[name]) for name in inside if deep or "/" not in name.removeprefix(start)]
 
 
 def _entry(name: str, content: bytes) -> dict[str, object]:
