@@ -35,7 +35,7 @@ def distill(asking: Asking, folder: Path, backend: Backend, retry_failed: bool =
         retry_failed: ask those again that failed before.
 
     Raises:
-        UserError: a split got no row, or the backend cannot go on.
+        UserError: no prompt was answered, a split got no row, or the backend cannot go on.
     """
     state, ids = PartialState(), asking.ids()
     order = asking.order(ids)
@@ -49,6 +49,8 @@ def distill(asking: Asking, folder: Path, backend: Backend, retry_failed: bool =
         whole = Journal(folder, ids, state.process_index, retry_failed) if state.num_processes > 1 else journal
         whole.finish(chosen)
         _tell_failures(folder)
+        if not (folder / ROWS).stat().st_size:
+            raise UserError(f"no prompt was answered; {folder / FAILURES} says why, prompt by prompt")
         total = int(whole.tokens[np.asarray(chosen, dtype=np.int64)].sum())
         if asking.answer_tokens is not None and total < asking.answer_tokens:
             tqdm.write(

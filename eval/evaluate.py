@@ -13,6 +13,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from medusa_train.data.chat import Span
 from medusa_train.data.hidden_states import Shard, shard_of
 from medusa_train.data.rows import Row
 from medusa_train.eval.acceptance import Ranks, recall, replay, token_ranks
@@ -214,13 +215,18 @@ def _asks(model: MedusaModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) ->
 
 
 def rows_of(answers: Sequence[Answer]) -> list[Row]:
-    """Every turn as a row, to be read again."""
-    return [
-        Row(f"{answer.question}-{number}", "heldout", [], turn.prompt + turn.ids,
-            [(len(turn.prompt), len(turn.prompt) + len(turn.ids))], "stop")
-        for answer in answers
-        for number, turn in enumerate(answer.turns)
-    ]  # fmt: skip
+    """The turns as rows, in order, to be read again: a turn that the next one's prompt begins with is read there."""
+    rows = []
+    for answer in answers:
+        spans: list[Span] = []
+        for number, turn in enumerate(answer.turns):
+            text = turn.prompt + turn.ids
+            spans.append((len(turn.prompt), len(text)))
+            following = answer.turns[number + 1 : number + 2]
+            if not following or following[0].prompt[: len(text)] != text:
+                rows.append(Row(f"{answer.question}-{number}", "heldout", [], text, spans, "stop"))
+                spans = []
+    return rows
 
 
 def _simulated(ranks: Ranks, tree: Tree, measured: float | None) -> dict[str, Any]:

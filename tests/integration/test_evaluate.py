@@ -14,7 +14,7 @@ from conftest import random_heads
 from medusa_train.data.chat import load_chat_tokenizer, render_prompt
 from medusa_train.data.hidden_states import shard_of
 from medusa_train.data.rows import Row
-from medusa_train.eval.answers import Answer, AnswerFile, local_ask
+from medusa_train.eval.answers import Answer, AnswerFile, Turn, local_ask
 from medusa_train.eval.arms import make_decoder
 from medusa_train.eval.evaluate import Plan, evaluate, rows_of
 from medusa_train.eval.lossless import compare_outputs, greedy_identity, read_again, sampling_identity
@@ -151,6 +151,28 @@ def test_answers_that_are_not_greedy_text_are_found_by_reading_them(model, token
 
 def read(model, answers):
     return read_again(model.backbone, shard_of(model.backbone, rows_of(answers), 512), answers)
+
+
+@pytest.mark.parametrize("continued", [True, False])
+def test_a_turn_that_the_next_one_begins_with_is_read_once(model, continued):
+    def turn(prompt, ids):
+        return Turn(len(ids), 1, 0.0, 0.0, "", prompt, ids)
+
+    first, alone = turn([5, 6, 7], [8, 9]), turn([20, 21], [22, 23, 24])
+    second = turn([*first.prompt, *first.ids, 10, 11] if continued else [5, 6, 7, 8, 99, 10, 11], [12, 13, 14])
+    answers = [Answer("", "q", "medusa", 0, [first, second]), Answer("", "r", "medusa", 0, [alone])]
+    rows = rows_of(answers)
+    assert len(rows) == (2 if continued else 3)
+    assert len({row.id for row in rows}) == len(rows)
+    apart = shard_of(model.backbone, [row for turn in (first, second, alone) for row in row_of(turn)], 512)
+    read = shard_of(model.backbone, rows, 512)
+    assert torch.equal(read.tokens, apart.tokens)
+    assert torch.equal(read.ends, apart.ends)
+    torch.testing.assert_close(read.hidden, apart.hidden, rtol=1e-4, atol=1e-5)
+
+
+def row_of(turn):
+    return rows_of([Answer("", str(turn.prompt), "medusa", 0, [turn])])
 
 
 class Killed(BaseException):

@@ -514,6 +514,13 @@ def test_what_always_goes_wrong_ends_as_failed_and_can_be_asked_again_alone(serv
     assert not (tmp_path / "rows" / "failed.jsonl").exists()
 
 
+def test_when_no_prompt_is_answered_the_file_with_the_reasons_is_named(serve, ask, tmp_path):
+    with pytest.raises(UserError, match=r"^no prompt was answered; .*failed\.jsonl says why, prompt by prompt$"):
+        ask(tmp_path / "rows", serve(fault=lambda *_: 400))
+    assert failed_rows(tmp_path / "rows").keys() == {prompt.id for prompt in PROMPTS}
+    assert ask(tmp_path / "rows", serve(), retry_failed=True) == ask(tmp_path / "whole", serve())
+
+
 def test_prompts_that_cannot_be_asked_are_skipped_and_told_apart_from_failures(serve, ask, tmp_path, capsys):
     huge = Prompt.of([{"role": "user", "content": "the cat " * 5000}])
     surrogate = Prompt.of([{"role": "user", "content": "half \ud800"}])
