@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from medusa_train.data.hidden_states import Shard
+from medusa_train.inference.copies import MOST_COPIED
 
 IGNORED = -100
 
@@ -19,8 +20,9 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
     A sample is ``index`` ``()``, its number; ``hidden`` ``(hidden,)``, the heads' input; ``roots`` ``()``, the token
     after it; ``labels`` ``(K,)``, the tokens after that, which heads 1..K should predict, ``IGNORED`` past the end of
     the answer; ``teacher_hidden`` ``(K, hidden)``, the states whose projections are the backbone's own distributions at
-    those tokens. Samples are fetched a batch at a time (`__getitems__`), since picking single positions from
-    memory-mapped shards would cost more than training on them.
+    those tokens; ``copies`` ``(MOST_COPIED,)``, what followed the root's words before. Samples are fetched a batch at a
+    time (`__getitems__`), since picking single positions from memory-mapped shards would cost more than training on
+    them.
     """
 
     def __init__(self, shards: Sequence[Shard], num_heads: int) -> None:
@@ -43,6 +45,7 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
         states = torch.empty(len(wanted), self.num_heads + 1, like.shape[1], dtype=like.dtype)
         roots = torch.empty(len(wanted), dtype=torch.long)
         labels = torch.full((len(wanted), self.num_heads), IGNORED)
+        copies = torch.empty(len(wanted), MOST_COPIED, dtype=torch.long)
         for home in homes.unique().tolist():
             members = (homes == home).nonzero()[:, 0]
             shard = self.shards[home]
@@ -52,6 +55,7 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
             ahead = torch.where(inside, ahead, positions[:, None])  # any valid place; its label is ignored
             states[members] = shard.states(ahead)
             roots[members] = shard.tokens[positions]
+            copies[members] = shard.copies[positions].long()
             labels[members] = torch.where(inside[:, 1:], shard.tokens[ahead[:, 1:]], IGNORED)
         return {
             "index": wanted,
@@ -59,6 +63,7 @@ class HeadsDataset(Dataset[dict[str, Tensor]]):
             "roots": roots,
             "teacher_hidden": states[:, 1:],
             "labels": labels,
+            "copies": copies,
         }
 
     def place(self, index: int) -> str:

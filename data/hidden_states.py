@@ -7,7 +7,8 @@ with a scale of its own; each shard has a checksum beside it.
 
 For a span of answer tokens c_0 .. c_{m-1} the cache keeps the m hidden states that predict them: entry i is the state
 right before c_i. Head k at entry i learns c_{i+k}, and the backbone's own distribution there is the projection of entry
-i+k: labels, hard and soft, are shifts within the cache and need no storage of their own.
+i+k: labels, hard and soft, are shifts within the cache and need no storage of their own. What followed when the words
+up to c_i last came, in the prompt too, is kept with each entry (`copies`).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from tqdm import tqdm
 from medusa_train.data.chat import Span
 from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.copies import MOST_COPIED, copies_in
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_tensors, write_text
 
@@ -45,12 +47,14 @@ class Shard:
         hidden: ``(T, hidden)`` last hidden states as they are stored, bf16 or fp8; see `states`.
         tokens: ``(T,)`` the token that follows each of them.
         ends: ``(T,)`` index in this shard where each one's span ends (exclusive).
+        copies: ``(T, MOST_COPIED)`` int32, see `copies_in`.
         scales: ``(T,)`` fp32, what fp8 states are multiplied with; None for bf16.
     """
 
     hidden: Tensor
     tokens: Tensor
     ends: Tensor
+    copies: Tensor
     scales: Tensor | None = None
 
     def states(self, places: Tensor | slice) -> Tensor:
@@ -66,6 +70,7 @@ class Shard:
             self.hidden[:positions],
             self.tokens[:positions],
             self.ends[:positions].clamp(max=positions),
+            self.copies[:positions],
             None if self.scales is None else self.scales[:positions],
         )
 
@@ -80,8 +85,8 @@ def to_float8(hidden: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def position_bytes(hidden_size: int, dtype: CacheDtype) -> int:
-    """Bytes of one position on the disk: a state, and two int64 (token, end of its span)."""
-    return (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4) + 8 + 8
+    """Bytes of one position on the disk: a state, two int64 (token, end of its span) and a copy."""
+    return (2 * hidden_size if dtype == "bfloat16" else hidden_size + 4) + 8 + 8 + 4 * MOST_COPIED
 
 
 def keep_states(path: Path, rows: Sequence[Row], states: Sequence[Tensor]) -> None:
@@ -168,7 +173,7 @@ def read_cache(folder: Path) -> list[Shard]:
     """Map the shards of a folder into memory, in order, once each one's checksum was found right.
 
     Raises:
-        UserError: there is none, or one is damaged.
+        UserError: there is none, or one is damaged or of another version.
     """
     paths = sorted(folder.glob("shard-*.safetensors"))
     if not paths:
@@ -176,7 +181,14 @@ def read_cache(folder: Path) -> list[Shard]:
     for path in paths:
         status = path.stat()
         _check(path, status.st_size, status.st_mtime_ns)
-    return [Shard(**load_file(path)) for path in paths]  # safetensors maps the file, nothing is read until it is used
+    return [_map(path) for path in paths]
+
+
+def _map(path: Path) -> Shard:
+    tensors = load_file(path)  # safetensors maps the file, nothing is read until it is used
+    if tensors.keys() - {"scales"} != {"hidden", "tokens", "ends", "copies"}:
+        raise UserError(f"{path} is of another version; remove {path.parents[1]} and run that stage again")
+    return Shard(**tensors)
 
 
 @cache  # once per process and file: the stages of a run open the same shards again and again
@@ -234,7 +246,12 @@ def _shard_tensors(
         for start, end in _pieces(row):
             total += end - start
             ends.append(torch.full((end - start,), total))
-    labels = {"tokens": torch.cat([_learnt(row) for row in rows]), "ends": torch.cat(ends)}
+    copies = [copies_in(row.input_ids, start, end) for row in rows for start, end in _pieces(row)]
+    labels = {
+        "tokens": torch.cat([_learnt(row) for row in rows]),
+        "ends": torch.cat(ends),
+        "copies": torch.cat(copies),
+    }
     hidden = torch.cat([hidden.float() if dtype == "float8" else hidden for hidden in states if hidden is not None])
     if dtype != "float8":
         return {"hidden": hidden, **labels}

@@ -18,6 +18,7 @@ from torch.utils.data import Dataset
 from medusa_train.data.dataset import IGNORED
 from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.copies import MOST_COPIED, NO_COPY, copies_in
 from medusa_train.inference.errors import UserError
 
 OPEN_PACKS = 64  # packs that still take rows; more would fill them better, and make packing slow
@@ -28,7 +29,8 @@ class PackedRows(Dataset[dict[str, Tensor]]):
 
     A sample is ``index`` ``()``, its number; ``input_ids`` and ``position_ids`` ``(L,)``, zeros behind the last row;
     ``roots`` ``(L,)``, the token after each place; ``labels`` ``(L, K)``, the tokens after that, ``IGNORED`` where
-    there is no loss. All packs are of one length L: ``pack_tokens``, or the longest row.
+    there is no loss; ``copies`` ``(L, MOST_COPIED)``, what followed the root's words before. All packs are of one
+    length L: ``pack_tokens``, or the longest row.
 
     Args:
         seed: decides which rows share a pack; the order of packs is the sampler's.
@@ -52,12 +54,15 @@ class PackedRows(Dataset[dict[str, Tensor]]):
         input_ids = torch.zeros(self.length, dtype=torch.long)
         position_ids = torch.zeros_like(input_ids)
         labels = torch.full((self.length, self.num_heads), IGNORED)
+        copies = torch.full((self.length, MOST_COPIED), NO_COPY)
         start = 0
         for row in self.packs[index]:
             end = start + len(row.input_ids)
             input_ids[start:end] = torch.tensor(row.input_ids)
             position_ids[start:end] = torch.arange(end - start)
             labels[start:end] = row_labels(row, self.num_heads)
+            for first, last in _answers(row):
+                copies[start + first - 1 : start + last - 1] = copies_in(row.input_ids, first, last)
             start = end
         return {
             "index": torch.tensor(index),
@@ -65,6 +70,7 @@ class PackedRows(Dataset[dict[str, Tensor]]):
             "position_ids": position_ids,
             "roots": input_ids.roll(-1),  # read only where there are labels, and so a token behind
             "labels": labels,
+            "copies": copies,
         }
 
     def __getitems__(self, indices: Sequence[int]) -> dict[str, Tensor]:

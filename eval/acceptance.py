@@ -56,7 +56,7 @@ def token_ranks(model: MedusaModel, shards: Sequence[Shard]) -> Ranks:
         for head in range(config.num_heads):
             for part in (present[:, head] & (columns[:, head] >= 0)).nonzero()[:, 0].split(CHUNK):
                 before = shard.tokens[part[:, None] + torch.arange(head + 1)]
-                logits = model.draft_logits(shard.states(part), head, before)
+                logits = model.draft_logits(shard.states(part), head, before, shard.copies[part])
                 own = logits.gather(1, columns[part, head].to(logits.device)[:, None])
                 ranks[part, head] = (logits > own).sum(dim=1).cpu()
         all_ranks.append(ranks)

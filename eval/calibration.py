@@ -26,11 +26,11 @@ def fit_temperatures(model: MedusaModel, shards: Sequence[Shard]) -> tuple[float
     column_of_token[model.heads.draft_token_ids.cpu()] = torch.arange(config.projection_size)
     fitted = []
     for head in range(config.num_heads):
-        hidden, before, targets = _targets(shards, head + 1, column_of_token)
+        hidden, before, copies, targets = _targets(shards, head + 1, column_of_token)
         losses = torch.zeros(len(TEMPERATURES))
-        for part in range(0, len(targets), 256):
-            logits = model.draft_logits(hidden[part : part + 256], head, before[part : part + 256]).float().cpu()
-            own = targets[part : part + 256]
+        for part in torch.arange(len(targets)).split(256):
+            logits = model.draft_logits(hidden[part], head, before[part], copies[part]).float().cpu()
+            own = targets[part]
             losses += torch.stack(
                 [torch.nn.functional.cross_entropy(logits / t, own, reduction="sum") for t in TEMPERATURES]
             )
@@ -38,9 +38,9 @@ def fit_temperatures(model: MedusaModel, shards: Sequence[Shard]) -> tuple[float
     return tuple(fitted)
 
 
-def _targets(shards: Sequence[Shard], ahead: int, column_of_token: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Evenly spread hidden states, the ``ahead`` tokens after each, and the draft column of the one that follows."""
-    hidden, before, targets = [], [], []
+def _targets(shards: Sequence[Shard], ahead: int, column_of_token: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Evenly spread hidden states, the ``ahead`` tokens after each, copies, and the draft column of what follows."""
+    hidden, before, copies, targets = [], [], [], []
     for shard in shards:
         positions = torch.arange(len(shard.tokens))
         positions = positions[positions + ahead < shard.ends]
@@ -48,7 +48,8 @@ def _targets(shards: Sequence[Shard], ahead: int, column_of_token: Tensor) -> tu
         drafted, columns = positions[columns >= 0], columns[columns >= 0]
         hidden.append(shard.states(drafted))
         before.append(shard.tokens[drafted[:, None] + torch.arange(ahead)])
+        copies.append(shard.copies[drafted])
         targets.append(columns)
     all_targets = torch.cat(targets)
     kept = torch.linspace(0, max(len(all_targets) - 1, 0), min(POSITIONS, len(all_targets))).long()
-    return torch.cat(hidden)[kept], torch.cat(before)[kept], all_targets[kept]
+    return torch.cat(hidden)[kept], torch.cat(before)[kept], torch.cat(copies)[kept], all_targets[kept]

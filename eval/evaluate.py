@@ -156,6 +156,7 @@ def evaluate(
             "num_heads": model.heads.config.num_heads,
             "num_layers": model.heads.config.num_layers,
             "draft_vocab_size": model.heads.config.draft_vocab_size,
+            "reads_copies": model.heads.config.reads_copies,
             "pass_bytes": {"backbone": bytes_read(model.backbone.model), "heads": bytes_read(model.heads)},
             "tree_size": model.tree.size,
             "tree_paths": [list(path) for path in model.tree.paths if path],

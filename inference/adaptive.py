@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.inference.candidates import Embed, TreeFiller
-from medusa_train.inference.drafters import Context, Drafting
+from medusa_train.inference.drafters import Context, Drafting, find_copies
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
 from medusa_train.inference.tree import Tree
@@ -80,14 +80,14 @@ class AdaptiveDrafter:
         Args:
             heads: as `MedusaModel` keeps them, on the backbone's device.
             calibration: see `Calibration`.
-            embed: the backbone's embedding, for heads that read tokens.
+            embed: the backbone's embedding, for heads that read it.
             size: always this many tokens per pass (a dynamic tree of static shape); None adapts the size as well.
 
         Raises:
             UserError: the superset does not fit the heads, or the size is not one of 2..superset.size.
         """
         superset = calibration.superset
-        self._filler = TreeFiller(heads, superset, embed)
+        self._config, self._filler = heads.config, TreeFiller(heads, superset, embed)
         if size is not None and not 2 <= size <= superset.size:
             raise UserError(f"a dynamic tree needs a size from 2 to {superset.size}, got {size}")
         self.calibration, self.size = calibration, size
@@ -97,7 +97,7 @@ class AdaptiveDrafter:
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         sizes = [self.size] if self.size else sorted(self.calibration.step_seconds)
         chooser = SizeChooser(self.calibration.step_seconds, sizes)
-        plain = Tree.root_only()
+        plain, find = Tree.root_only(), find_copies(self._config, len(prompts))
 
         def draft(context: Context) -> Draft:
             rows = len(context.texts)
@@ -105,7 +105,7 @@ class AdaptiveDrafter:
             if chooser.rests():
                 return Draft([plain] * rows, context.roots[:, None])
             tokens, chances = self._filler.tokens_and_chances(
-                context.hidden, context.roots, self.calibration.temperatures
+                context.hidden, context.roots, self.calibration.temperatures, find(context)
             )
             ordered = chances[:, 1:].sort(
                 dim=1, descending=True, stable=True

@@ -2,7 +2,7 @@
 
 A medusa head looks at the hidden state alone, so it has one list of candidates for all nodes of its depth. A hydra head
 or a recurrent drafter also reads the tokens that lead to the node, so it has a list for every parent, and the tree is
-filled level by level.
+filled level by level. Heads that read copies have, in either way, one more thing to look at (`embeddings`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.copies import NO_COPY, agreeing
+from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.tree import Tree
 
 Embed = Callable[[Tensor], Tensor]  # (...) token ids -> (..., hidden), see `Backbone.embed`
@@ -46,7 +47,7 @@ class TreeFiller:
 
         Args:
             heads: on the device where they run.
-            embed: the backbone's embedding; heads that read tokens need it.
+            embed: the backbone's embedding; heads that read tokens or copies need it.
 
         Raises:
             UserError: the tree does not fit the heads (`Tree.check`).
@@ -56,15 +57,26 @@ class TreeFiller:
         device = heads.draft_token_ids.device
         self._levels = [_level(tree, depth, heads.config.reads_tokens, device) for depth in range(1, tree.depth + 1)]
 
-    def tokens(self, hidden: Tensor, roots: Tensor) -> Tensor:
-        """Hidden ``(B, hidden)``, roots ``(B,)`` -> ``(B, N)`` token ids of the nodes, the root's first."""
+    def tokens(self, hidden: Tensor, roots: Tensor, copies: Tensor | None = None) -> Tensor:
+        """The best tokens of every head.
+
+        Args:
+            hidden: ``(B, hidden)`` last hidden states.
+            roots: ``(B,)`` the tokens that were chosen from them.
+            copies: ``(B, m >= K)`` what followed the roots' words before, for heads that read it.
+
+        Returns:
+            ``(B, N)`` token ids of the nodes, the root's first.
+        """
         tokens = roots[:, None].to(hidden.device)
         for head, level in enumerate(self._levels):
-            best = self._logits(hidden, tokens, head, level).topk(level.ranks, dim=-1).indices
+            best = self._logits(hidden, tokens, head, level, copies).topk(level.ranks, dim=-1).indices
             tokens = torch.cat([tokens, self.heads.draft_token_ids[best[:, level.lists, level.picks]]], dim=1)
         return tokens
 
-    def tokens_and_chances(self, hidden: Tensor, roots: Tensor, temperatures: Sequence[float]) -> tuple[Tensor, Tensor]:
+    def tokens_and_chances(
+        self, hidden: Tensor, roots: Tensor, temperatures: Sequence[float], copies: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Also ``(B, N)`` the probability that each node is accepted: that of its path under the heads.
 
         Args:
@@ -73,22 +85,47 @@ class TreeFiller:
         tokens = roots[:, None].to(hidden.device)
         scores = torch.zeros_like(tokens, dtype=torch.float32)
         for head, level in enumerate(self._levels):
-            logits = self._logits(hidden, tokens, head, level).float() / temperatures[head]
+            logits = self._logits(hidden, tokens, head, level, copies).float() / temperatures[head]
             best = logits.log_softmax(dim=-1).topk(level.ranks, dim=-1)
             tokens = torch.cat([tokens, self.heads.draft_token_ids[best.indices[:, level.lists, level.picks]]], dim=1)
             own = best.values[:, level.lists, level.picks]
             scores = torch.cat([scores, scores[:, level.parents] + own], dim=1)
         return tokens, scores.exp()
 
-    def _logits(self, hidden: Tensor, tokens: Tensor, head: int, level: Level) -> Tensor:
+    def _logits(self, hidden: Tensor, tokens: Tensor, head: int, level: Level, copies: Tensor | None) -> Tensor:
         """``(B, P, V')`` one row of logits per list of candidates."""
-        if not self.heads.config.reads_tokens:
-            shared: Tensor = self.heads(hidden, head)
-            return shared[:, None]
-        assert self.embed is not None, f"{self.heads.config.kind} heads read the backbone's embeddings"
-        before = self.embed(tokens[:, level.lines]).to(hidden)
-        logits: Tensor = self.heads(hidden[:, None].expand(-1, len(level.lines), -1), head, before)
+        lines = tokens[:, level.lines]
+        if copies is not None:
+            copies = copies[:, None].expand(-1, len(level.lines), -1)
+        before, copied = embeddings(self.heads.config, self.embed, lines, copies)
+        logits: Tensor = self.heads(hidden[:, None].expand(-1, len(level.lines), -1), head, before, copied)
         return logits
+
+
+def embeddings(
+    config: HeadsConfig, embed: Embed | None, path: Tensor, copies: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """What heads read beside the hidden state, None for what they do not.
+
+    Args:
+        embed: the backbone's embedding.
+        path: ``(..., d)`` ids of the root and the tokens after it.
+        copies: ``(..., m >= d)`` what followed the root's words before, `NO_COPY` where nothing did.
+
+    Returns:
+        Embeddings ``(..., d, hidden)`` of the path, and of the copied token after each of its tokens, zeros where the
+        path is not that of the copy. Heads that do not read the path cannot know that, and are given the whole copy.
+    """
+    before = copied = None
+    if config.reads_embeddings:
+        assert embed is not None, "these heads read the backbone's embeddings"
+    if embed is not None and config.reads_tokens:
+        before = embed(path)
+    if embed is not None and config.reads_copies:
+        assert copies is not None, "these heads read copies"
+        found = agreeing(copies, path) if config.reads_tokens else copies[..., : path.shape[-1]]
+        copied = embed(found.clamp(min=0)) * (found != NO_COPY)[..., None]
+    return before, copied
 
 
 def _level(tree: Tree, depth: int, list_per_parent: bool, device: torch.device) -> Level:

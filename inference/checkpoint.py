@@ -93,6 +93,7 @@ def save_heads(
         "vocab_size": config.vocab_size,
         "draft_vocab_size": config.draft_vocab_size,
         "original_lm_head": config.lm_head == "shared",
+        "reads_copies": config.reads_copies,
         "version": "2",
     }
     if backbone:
@@ -224,7 +225,13 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
     if not isinstance(draft_vocab_size, int) or vocab_size > MOST_TOKENS:
         raise UserError(f"{path}: draft_vocab_size or vocab_size is no number of tokens")
     lm_head: Projection = "shared" if content.get("original_lm_head") else "own"
-    return HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, draft_vocab_size, kind, lm_head), content
+    reads_copies = content.get("reads_copies", False)
+    if not isinstance(reads_copies, bool):
+        raise UserError(f"{path}: reads_copies must be true or false")
+    return (
+        HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, draft_vocab_size, kind, lm_head, reads_copies),
+        content,
+    )
 
 
 def _check_tensors(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path) -> None:

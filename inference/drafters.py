@@ -11,10 +11,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
 from torch import Tensor
 
 from medusa_train.inference.candidates import Embed, TreeFiller
-from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.copies import HEADS_NGRAMS, NO_COPY, CopyFinder
+from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators
 
@@ -79,10 +81,26 @@ class MedusaDrafter:
     def __init__(self, heads: MedusaHeads, tree: Tree, embed: Embed | None = None) -> None:
         """See `TreeFiller`."""
         self.tree, self.max_size = tree, tree.size
-        self._filler = TreeFiller(heads, tree, embed)
+        self._config, self._filler = heads.config, TreeFiller(heads, tree, embed)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
-        return self.draft
+        find = find_copies(self._config, len(prompts))
 
-    def draft(self, context: Context) -> Draft:
-        return Draft([self.tree] * len(context.texts), self._filler.tokens(context.hidden, context.roots))
+        def draft(context: Context) -> Draft:
+            tokens = self._filler.tokens(context.hidden, context.roots, find(context))
+            return Draft([self.tree] * len(context.texts), tokens)
+
+        return draft
+
+
+def find_copies(config: HeadsConfig, rows: int) -> Callable[[Context], Tensor | None]:
+    """What heads that read copies are given in each step of a request: ``(B, K)`` ids; None for other heads."""
+    if not config.reads_copies:
+        return lambda context: None
+    find, none = CopyFinder(rows, config.num_heads, *HEADS_NGRAMS), [NO_COPY] * config.num_heads
+
+    def copies(context: Context) -> Tensor:
+        found = find(context.texts, context.numbers, context.active)
+        return torch.tensor([copy or none for copy in found], device=context.roots.device)
+
+    return copies

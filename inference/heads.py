@@ -11,6 +11,10 @@ state: x + SiLU(W [x; e_1; ...; e_k] + b).
 
 A recurrent drafter (after Cheng et al. 2024, "Recurrent Drafter") is one set of weights for all depths: the same
 blocks read one token after the other, x_k = blocks(x_{k-1}, e_k) from x_0 = h_t, and depth k projects x_k.
+
+A hidden state says little about what the text will repeat. Heads of any kind may also read a copy: the embedding of
+the token that stood k places behind the root's words when they last came (`copies`), zeros where they are new. It
+enters the first block beside the rest, as long as the tokens drafted so far are those of the copy.
 """
 
 from __future__ import annotations
@@ -22,6 +26,7 @@ from typing import TYPE_CHECKING, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from medusa_train.inference.copies import MOST_COPIED
 from medusa_train.inference.errors import UserError
 
 if TYPE_CHECKING:
@@ -45,6 +50,7 @@ class HeadsConfig:
             ``recurrent`` drafter, all heads are the same weights, which read these tokens one by one.
         lm_head: ``own`` gives every head a projection to train; ``shared`` ends all of them in the backbone's, which
             is neither trained nor saved.
+        reads_copies: whether heads also read what followed the last time that the text's last words came.
     """
 
     num_heads: int
@@ -54,6 +60,7 @@ class HeadsConfig:
     draft_vocab_size: int = 0
     kind: HeadsKind = "medusa"
     lm_head: Projection = "own"
+    reads_copies: bool = False
 
     def __post_init__(self) -> None:
         if self.num_heads < 1 or self.num_layers < 0 or self.hidden_size < 1 or self.vocab_size < 1:
@@ -62,9 +69,13 @@ class HeadsConfig:
             raise UserError(
                 f"heads.draft_vocab_size={self.draft_vocab_size} is outside 0..{self.vocab_size} (the vocabulary)"
             )
-        if self.reads_tokens and self.num_layers < 1:
+        if self.reads_embeddings and self.num_layers < 1:
+            what = f"{self.kind} heads" if self.reads_tokens else "heads that read copies"
+            raise UserError(f"heads.num_layers must be at least 1 for {what}: the first layer reads the tokens")
+        if self.reads_copies and self.num_heads > MOST_COPIED:
             raise UserError(
-                f"heads.num_layers must be at least 1 for {self.kind} heads: their first layer reads the tokens"
+                f"heads.num_heads={self.num_heads}: copies are {MOST_COPIED} tokens long; use fewer heads, or "
+                "heads.reads_copies: false"
             )
         if self.lm_head == "shared" and self.num_layers < 1:
             raise UserError("heads.num_layers must be at least 1 with a shared lm_head: nothing else is trained")
@@ -79,14 +90,21 @@ class HeadsConfig:
         return self.kind != "medusa"
 
     @property
+    def reads_embeddings(self) -> bool:
+        """Whether heads read embeddings of tokens, drafted or copied."""
+        return self.reads_tokens or self.reads_copies
+
+    @property
     def weight_sets(self) -> int:
         """How many heads have weights of their own."""
         return 1 if self.kind == "recurrent" else self.num_heads
 
     def input_size(self, head: int, layer: int) -> int:
         """What a residual block reads: the hidden state and, in the first, embeddings of tokens."""
-        tokens = {"medusa": 0, "hydra": head + 1, "recurrent": 1}[self.kind] if layer == 0 else 0
-        return (1 + tokens) * self.hidden_size
+        if layer > 0:
+            return self.hidden_size
+        tokens = {"medusa": 0, "hydra": head + 1, "recurrent": 1}[self.kind]
+        return (1 + tokens + self.reads_copies) * self.hidden_size
 
 
 class ResidualBlock(nn.Module):
@@ -138,7 +156,7 @@ class MedusaHeads(nn.Module):
         """Fresh heads in fp32 whose logits equal the backbone's (on the draft vocabulary).
 
         Raises:
-            UserError: heads that read tokens, for a backbone whose embeddings are not as wide as its hidden states.
+            UserError: heads that read embeddings, for a backbone whose embeddings are not as wide as its hidden states.
         """
         check_embeddings(config, backbone)
         heads = cls(config, draft_token_ids).to(backbone.device)
@@ -161,7 +179,7 @@ class MedusaHeads(nn.Module):
         self.shared = nn.Linear(self.config.hidden_size, len(rows), bias=False, device="meta")
         self.shared.weight = nn.Parameter(rows, requires_grad=False)
 
-    def forward(self, hidden: Tensor, head: int, before: Tensor | None = None) -> Tensor:
+    def forward(self, hidden: Tensor, head: int, before: Tensor | None = None, copied: Tensor | None = None) -> Tensor:
         """Raw projections of one head.
 
         A backbone that scales or caps its logits (`Backbone.shape_logits`) does the same to these.
@@ -171,6 +189,8 @@ class MedusaHeads(nn.Module):
             head: ``0..K-1``.
             before: ``(..., head + 1, hidden)`` embeddings (`Backbone.embed`) of the root and the tokens drafted since;
                 medusa heads do not look at them.
+            copied: ``(..., head + 1, hidden)`` embeddings of the copied token after each of these, zeros for none;
+                only heads with ``reads_copies`` look at them. See `candidates.embeddings`.
 
         Returns:
             ``(..., V')``.
@@ -183,22 +203,25 @@ class MedusaHeads(nn.Module):
         if projection is None:
             raise UserError("these heads end in the backbone's projection; call heads.share_projection(backbone) first")
         x = hidden
-        for more in self._readings(before):
+        for more in self._readings(hidden, before, copied):
             for block in blocks:
                 x, more = block(x, *more), ()
         logits: Tensor = projection(x)
         return logits
 
-    def _readings(self, before: Tensor | None) -> list[tuple[Tensor, ...]]:
+    def _readings(self, hidden: Tensor, before: Tensor | None, copied: Tensor | None) -> list[tuple[Tensor, ...]]:
         """What the first block reads beside the state, for each time that the blocks are run."""
-        if not self.config.reads_tokens:
-            return [()]
-        assert before is not None, f"{self.config.kind} heads read the tokens before them"
-        # Embeddings of different models differ in scale by orders of magnitude; hidden states are normed already.
-        normed = nn.functional.rms_norm(before, before.shape[-1:])
-        if self.config.kind == "hydra":
-            return [(normed.flatten(-2),)]
-        return [(token,) for token in normed.unbind(-2)]
+        tokens: list[tuple[Tensor, ...]] = [()]
+        if self.config.reads_tokens:
+            assert before is not None, f"{self.config.kind} heads read the tokens before them"
+            normed = _normed(before.to(hidden))
+            tokens = [(normed.flatten(-2),)] if self.config.kind == "hydra" else [(each,) for each in normed.unbind(-2)]
+        if not self.config.reads_copies:
+            return tokens
+        assert copied is not None, "these heads read copies"
+        # As many as there are runs of the blocks: the one after every token, or the last alone.
+        copies = _normed(copied[..., -len(tokens) :, :].to(hidden)).unbind(-2)
+        return [(*more, copy) for more, copy in zip(tokens, copies, strict=True)]
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``medusa_lm_head.safetensors`` and ``config.json``; see `checkpoint.save_heads`."""
@@ -214,10 +237,17 @@ class MedusaHeads(nn.Module):
         return load_heads(folder).heads
 
 
+def _normed(embedded: Tensor) -> Tensor:
+    # Embeddings of different models differ in scale by orders of magnitude; hidden states are normed already.
+    return nn.functional.rms_norm(embedded, embedded.shape[-1:])
+
+
 def check_embeddings(config: HeadsConfig, backbone: Backbone) -> None:
-    """Refuse heads that read tokens on a backbone whose embeddings are not as wide as its hidden states."""
-    if config.reads_tokens and backbone.embedding_size != config.hidden_size:
+    """Refuse heads that read embeddings on a backbone whose embeddings are not as wide as its hidden states."""
+    if config.reads_embeddings and backbone.embedding_size != config.hidden_size:
+        kind = f"{config.kind} heads" if config.reads_tokens else "heads that read copies"
+        instead = "heads.kind: medusa" if config.reads_tokens else "heads.reads_copies: false"
         raise UserError(
-            f"{config.kind} heads need embeddings as wide as the hidden states ({config.hidden_size}), "
-            f"{backbone.source or 'this backbone'} has {backbone.embedding_size}; use heads.kind: medusa"
+            f"{kind} need embeddings as wide as the hidden states ({config.hidden_size}), "
+            f"{backbone.source or 'this backbone'} has {backbone.embedding_size}; use {instead}"
         )

@@ -18,6 +18,7 @@ from transformers.generation.streamers import BaseStreamer
 from medusa_train.inference.adaptive import AdaptiveDrafter, Calibration
 from medusa_train.inference.attention import check_tree_attention
 from medusa_train.inference.backbone import Backbone, load_backbone
+from medusa_train.inference.candidates import embeddings
 from medusa_train.inference.checkpoint import load_heads
 from medusa_train.inference.cpu_linear import can_pack, pack_linears
 from medusa_train.inference.decode import Verify, decode
@@ -182,21 +183,23 @@ class MedusaModel:
         """Drafts with the heads and another tree than the model's own."""
         return MedusaDrafter(self.heads, tree, self.backbone.embed)
 
-    def draft_logits(self, hidden: Tensor, head: int, before: Tensor) -> Tensor:
+    def draft_logits(self, hidden: Tensor, head: int, before: Tensor, copies: Tensor | None = None) -> Tensor:
         """What a head says with given tokens before it.
 
         Args:
             hidden: ``(B, hidden)`` last hidden states, of any device and dtype.
             head: ``0..K-1``.
             before: ``(B, head + 1)`` ids of the root and the tokens after it; medusa heads do not look at them.
+            copies: ``(B, m > head)`` what followed the root's words before, for heads that read copies.
 
         Returns:
             ``(B, V')`` raw projections, see `MedusaHeads.forward`.
         """
         device = self.backbone.device
         states = hidden.to(device, self.backbone.dtype)
-        embedded = self.backbone.embed(before.to(device)) if self.heads.config.reads_tokens else None
-        logits: Tensor = self.heads(states, head, embedded)
+        copies = None if copies is None else copies.to(device)
+        read = embeddings(self.heads.config, self.backbone.embed, before.to(device), copies)
+        logits: Tensor = self.heads(states, head, *read)
         return logits
 
     def adaptive_drafter(self, size: int | None = None) -> AdaptiveDrafter:

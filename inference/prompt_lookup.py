@@ -1,4 +1,4 @@
-"""Drafting by copying: what followed the same words earlier in the prompt or the output.
+"""Drafting by copying (see `copies`).
 
 Prompt lookup (Saxena 2023) costs no model call. It is strong where the output repeats its input, as in summaries,
 retrieval and code edits, which is where heads that see one hidden state are weakest; `MedusaLookupDrafter` verifies
@@ -12,6 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from medusa_train.inference.copies import CopyFinder
 from medusa_train.inference.drafters import Context, Drafting, MedusaDrafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.tree import RankPath, Tree
@@ -42,7 +43,7 @@ class PromptLookupDrafter:
         find = self.finder(len(prompts))
 
         def draft(context: Context) -> Draft:
-            copies = find(context)
+            copies = find(context.texts, context.numbers, context.active)
             trees = [self._root if copy is None else self._chain for copy in copies]
             if not any(copies):
                 return Draft(trees, context.roots[:, None])
@@ -50,23 +51,9 @@ class PromptLookupDrafter:
 
         return draft
 
-    def finder(self, rows: int) -> LookupFinder:
+    def finder(self, rows: int) -> CopyFinder:
         """A new request's memory of what followed which words."""
-        return LookupFinder([NgramIndex(self.max_ngram, self.min_ngram) for _ in range(rows)], self.num_tokens)
-
-
-class LookupFinder:
-    """Continuations for a batch of texts that grow from call to call."""
-
-    def __init__(self, indices: Sequence[NgramIndex], num_tokens: int) -> None:
-        self.indices, self.num_tokens = indices, num_tokens
-
-    def __call__(self, context: Context) -> list[list[int] | None]:
-        """Per row, ``num_tokens`` proposed tokens, or None."""
-        copies: list[list[int] | None] = [None] * len(context.texts)
-        for row in context.active:
-            copies[row] = self.indices[context.numbers[row]].continuation(context.texts[row], self.num_tokens)
-        return copies
+        return CopyFinder(rows, self.num_tokens, self.max_ngram, self.min_ngram)
 
 
 def _filled(copies: Sequence[list[int] | None], context: Context) -> Tensor:
@@ -74,34 +61,6 @@ def _filled(copies: Sequence[list[int] | None], context: Context) -> Tensor:
     width = next(len(copy) for copy in copies if copy)
     rows = [copy or [text[-1]] * width for copy, text in zip(copies, context.texts, strict=True)]
     return torch.tensor(rows, device=context.roots.device)
-
-
-class NgramIndex:
-    """Where each n-gram of a growing text was last followed by something."""
-
-    def __init__(self, max_ngram: int, min_ngram: int) -> None:
-        self._sizes = range(max_ngram, min_ngram - 1, -1)
-        self._follower: dict[tuple[int, ...], int] = {}
-        self._read = 1  # positions below this one have been entered as followers
-
-    def continuation(self, text: Sequence[int], count: int) -> list[int] | None:
-        """``count`` tokens after the latest earlier occurrence of the text's last n-gram, longest n first.
-
-        A copy that runs into the end of the text goes on with itself, so that a loop is continued as a loop.
-        """
-        for position in range(self._read, len(text)):
-            for size in self._sizes:
-                if size <= position:
-                    self._follower[tuple(text[position - size : position])] = position
-        self._read = max(self._read, len(text))
-        for size in self._sizes:
-            start = self._follower.get(tuple(text[-size:])) if size <= len(text) else None
-            if start is not None:
-                extended = list(text[start:])
-                while len(extended) < count:
-                    extended += extended[: count - len(extended)]
-                return extended[:count]
-        return None
 
 
 class MedusaLookupDrafter:
@@ -120,9 +79,10 @@ class MedusaLookupDrafter:
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         find = self.lookup.finder(len(prompts))
+        draft_heads = self.medusa.start(prompts, max_new_tokens, generators)
 
         def draft(context: Context) -> Draft:
-            heads, copies = self.medusa.draft(context), find(context)
+            heads, copies = draft_heads(context), find(context.texts, context.numbers, context.active)
             if not any(copies):
                 return heads
             # A row without a copy keeps the heads' tree, behind which the rest of the pass is padding.

@@ -72,18 +72,19 @@ class Heads:
             self.sees[node, line] = True
         self.tensors, self.embed = tensors, model.get_input_embeddings()
         self.layers, self.kind = config["medusa_num_layers"], config["model_type"]
+        self.num_heads, self.reads_copies = config["medusa_num_heads"], config.get("reads_copies", False)
         ids = tensors.get("draft_token_ids")
         self.token_ids = range(config["vocab_size"]) if ids is None else ids.tolist()
         projection = model.get_output_embeddings().weight  # what heads without one of their own end in
         self.shared = projection if ids is None else projection[ids]
 
-    def draft(self, hidden: Tensor, root: int) -> list[int]:
-        """A token for every node; ``hidden`` ``(hidden,)`` is the state that chose ``root``."""
+    def draft(self, hidden: Tensor, root: int, copy: list[int]) -> list[int]:
+        """A token for every node; ``hidden`` ``(hidden,)`` chose ``root``, and ``copy`` is what may follow it."""
         tokens = [root] * len(self.paths)
         for depth in range(len(self.paths[-1])):
             parents = [node for node, path in enumerate(self.paths) if len(path) == depth and self.children[node]]
             before = [[tokens[node] for node in self.lines[parent]] for parent in parents]
-            logits = self.logits(depth, hidden, before[:1] if self.kind == "medusa" else before)
+            logits = self.logits(depth, hidden, before[:1] if self.kind == "medusa" else before, copy)
             ranks = 1 + max(self.paths[child][-1] for parent in parents for child in self.children[parent])
             best = logits.topk(ranks).indices.tolist()
             for row, parent in enumerate(parents):
@@ -91,22 +92,55 @@ class Heads:
                     tokens[child] = self.token_ids[best[0 if self.kind == "medusa" else row][self.paths[child][-1]]]
         return tokens
 
-    def logits(self, head: int, hidden: Tensor, before: list[list[int]]) -> Tensor:
+    def logits(self, head: int, hidden: Tensor, before: list[list[int]], copy: list[int]) -> Tensor:
         """One head's projections, ``(rows, vocabulary)``; all but Medusa heads read the rows of tokens before."""
         x = hidden.expand(len(before), -1)
         readings: list[list[Tensor]] = [[]]
-        if self.kind != "medusa":
-            embedded = self.embed(torch.tensor(before, device=self.embed.weight.device)).to(x)
-            embedded = functional.rms_norm(embedded, embedded.shape[-1:])
-            readings = [[embedded.flatten(-2)]]  # hydra: all at once
-            if self.kind == "recurrent":  # one after the other, by the same weights at every depth
-                head, readings = 0, [[token] for token in embedded.unbind(-2)]
+        if self.kind == "hydra":  # all tokens at once
+            readings = [[self.embedded(before).to(x).flatten(-2)]]
+        elif self.kind == "recurrent":  # one after the other, by the same weights at every depth
+            head, readings = 0, [[token] for token in self.embedded(before).to(x).unbind(-2)]
+        if self.reads_copies:
+            copied = self.embedded([self.agreeing(copy, line) for line in before]).to(x)[:, -len(readings) :]
+            readings = [[*more, token] for more, token in zip(readings, copied.unbind(-2), strict=True)]
         for more in readings:
             for layer in range(self.layers):
                 weight, bias = (self.tensors[f"{head}.{layer}.linear.{name}"] for name in ("weight", "bias"))
                 read = torch.cat([x, *more], dim=-1) if layer == 0 else x
                 x = x + functional.silu(functional.linear(read, weight, bias))
         return functional.linear(x, self.tensors.get(f"{head}.{self.layers}.weight", self.shared))
+
+    def agreeing(self, copy: list[int], line: list[int]) -> list[int]:
+        """The copied token after each of a line's, -1 for none: where the line left the copy, if the heads see that."""
+        blind = self.kind == "medusa"
+        return [copy[at] if copy and (blind or line[1 : at + 1] == copy[:at]) else -1 for at in range(len(line))]
+
+    def embedded(self, rows: list[list[int]]) -> Tensor:
+        """``(rows, columns, hidden)``, each of norm 1 per dimension; zeros for -1."""
+        ids = torch.tensor(rows, device=self.embed.weight.device)
+        embedded = self.embed(ids.clamp(min=0)) * (ids >= 0)[..., None]
+        return functional.rms_norm(embedded, embedded.shape[-1:])
+
+
+class Copies:
+    """A growing text, and what followed each of its words of four to two tokens when they last came."""
+
+    def __init__(self) -> None:
+        self.text: list[int] = []
+        self.follower: dict[tuple[int, ...], int] = {}
+
+    def after(self, text: list[int], count: int) -> list[int]:
+        """``count`` tokens, which go on with themselves past the end of the text; none if the last words are new."""
+        for token in text[len(self.text) :]:
+            for size in (4, 3, 2):
+                if size <= len(self.text):
+                    self.follower[tuple(self.text[-size:])] = len(self.text)
+            self.text.append(token)
+        places = (self.follower.get(tuple(text[-size:])) for size in (4, 3, 2) if size <= len(text))
+        start = next((place for place in places if place is not None), None)
+        if start is None:
+            return []
+        return [text[start + at % (len(text) - start)] for at in range(count)]
 
 
 def load_heads(source: str, revision: str | None, model: Any) -> Heads:
@@ -176,7 +210,7 @@ def decode(
     try:
         keep = {"logits_to_keep": 1} if "logits_to_keep" in options else {}
         logits = model(input_ids, use_cache=True, **{keyword: cache}, **keep).logits[0, -1:]
-        new, path = logits.argmax(-1).tolist(), [-1]
+        new, path, copies = logits.argmax(-1).tolist(), [-1], Copies()
         while True:
             for token in new:
                 input_ids = torch.cat([input_ids, input_ids.new_tensor([[token]])], dim=1)
@@ -187,7 +221,8 @@ def decode(
                         streamer.end()
                     return input_ids
             length = cache.get_seq_length()
-            drafted = heads.draft(states.pop()[path[-1]], new[-1])
+            copy = copies.after(input_ids[0].tolist(), heads.num_heads) if heads.reads_copies else []
+            drafted = heads.draft(states.pop()[path[-1]], new[-1], copy)
             hidden_from = torch.zeros(len(drafted), length + len(drafted), dtype=model.dtype, device=model.device)
             hidden_from[:, length:].masked_fill_(~heads.sees, torch.finfo(model.dtype).min)
             logits = model(

@@ -61,6 +61,7 @@ def _seconds(seconds: float) -> str:
 def _lines(figures: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
     """Section -> what is said of it; "about" and "at most" stand wherever a figure is an estimate or a bound."""
     backbone, heads, data, disk, train = (figures[name] for name in ("backbone", "heads", "data", "disk", "train"))
+    copies = " that read copies" if heads["reads_copies"] else ""
     lines = {
         "backbone": [
             f"{backbone['source']}: {backbone['class']}, {backbone['parameters'] / 1e6:,.1f} M parameters, hidden size "
@@ -69,9 +70,9 @@ def _lines(figures: dict[str, dict[str, Any]]) -> dict[str, list[str]]:
             f"{size(backbone['memory_available_bytes'])} are free",
         ],
         "heads": [
-            f"{heads['num_heads']} {heads['kind']} heads, layers {heads['num_layers']}, {heads['lm_head']} projection "
-            f"to {heads['draft_vocab_size'] or heads['vocab_size']:,} tokens: {heads['parameters'] / 1e6:,.2f} M "
-            "parameters",
+            f"{heads['num_heads']} {heads['kind']} heads{copies}, layers {heads['num_layers']}, {heads['lm_head']} "
+            f"projection to {heads['draft_vocab_size'] or heads['vocab_size']:,} tokens: "
+            f"{heads['parameters'] / 1e6:,.2f} M parameters",
             f"fp32 weights {size(heads['weight_bytes'])}, gradients {size(heads['gradient_bytes'])}, Adam "
             f"{size(heads['optimizer_bytes'])}, frozen projection {size(heads['projection_bytes'])}, logits "
             f"about {size(heads['logit_bytes_estimate'])}: about {size(heads['training_bytes_estimate'])} in all",

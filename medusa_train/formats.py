@@ -51,6 +51,11 @@ def export_heads(
     config, base = heads.config, backbone or checkpoint.backbone_source
     if config.kind != "medusa":
         raise UserError(f"{source}: {name} has no {config.kind} heads; for serving, train with heads.kind=medusa")
+    if config.reads_copies:
+        raise UserError(
+            f"{source}: the heads read copies, which {name} does not look up; for serving, train with "
+            "heads.reads_copies=false"
+        )
     if checkpoint.adapter and not backbone:
         raise UserError(
             f"{source}: the heads are for a backbone with an adapter, which {name} does not merge; merge it "

@@ -24,7 +24,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from medusa_train.data.dataset import IGNORED
-from medusa_train.inference.candidates import Embed
+from medusa_train.inference.candidates import Embed, embeddings
 from medusa_train.inference.heads import MedusaHeads
 
 
@@ -64,6 +64,7 @@ def medusa_loss(
     roots: Tensor,
     teacher_hidden: Tensor,
     labels: Tensor,
+    copies: Tensor,
     teacher_projection: Tensor,
     column_of_token: Tensor,
     weights: LossWeights,
@@ -82,12 +83,13 @@ def medusa_loss(
         roots: ``(B,)`` the token after each; heads that read tokens read it and, in training, the true ones after it.
         teacher_hidden: ``(B, K, hidden)`` backbone states whose projections are the soft labels.
         labels: ``(B, K)`` token ids, `IGNORED` where there is no target, and then also for all later heads.
+        copies: ``(B, m >= K)`` what followed the root's words before, for heads that read it.
         teacher_projection: ``(V', hidden)`` rows of the backbone's projection for the draft vocabulary.
         column_of_token: ``(V,)`` token id -> column of a head, `IGNORED` outside the draft vocabulary. Such targets
             carry no hard loss; the soft loss is over the draft vocabulary.
         num_items: valid (position, head) pairs of the global batch; those of this batch by default.
         shape_logits: what the backbone does to raw projections (`Backbone.shape_logits`).
-        embed: the backbone's embedding, for heads that read tokens.
+        embed: the backbone's embedding, for heads that read tokens or copies.
 
     Returns:
         The loss, exactly zero with zero gradient for a batch without a valid position, and each head's part in it.
@@ -99,10 +101,12 @@ def medusa_loss(
 
     tokens = torch.cat([roots[:, None], labels], dim=1)
 
-    def chunk_loss(head: int, inputs: Tensor, before: Tensor, teacher: Tensor, columns: Tensor) -> Tensor:
+    def chunk_loss(
+        head: int, inputs: Tensor, before: Tensor, copied: Tensor, teacher: Tensor, columns: Tensor
+    ) -> Tensor:
         """Summed loss of one head over a chunk of valid positions."""
-        embedded = embed(before).to(inputs) if embed and heads.config.reads_tokens else None
-        logits = shape_logits(heads(inputs, head, embedded)).float()
+        read = embeddings(heads.config, embed, before, copied)
+        logits = shape_logits(heads(inputs, head, *read)).float()
         loss = (1 - weights.soft_share) * functional.cross_entropy(
             logits, columns, ignore_index=IGNORED, reduction="sum"
         )
@@ -124,7 +128,9 @@ def medusa_loss(
         summed = torch.zeros((), device=hidden.device)
         for part in rows.tensor_split(parts):
             columns = column_of_token[labels[part, head]]
-            arguments = (head, hidden[part], tokens[part, : head + 1], teacher_hidden[part, head], columns)
+            arguments = (
+                head, hidden[part], tokens[part, : head + 1], copies[part], teacher_hidden[part, head], columns
+            )  # fmt: skip
             if parts > 1:
                 summed = summed + checkpoint(chunk_loss, *arguments, use_reentrant=False)
             else:  # a single chunk is the peak either way

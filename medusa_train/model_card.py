@@ -13,8 +13,8 @@ from medusa_train.inference.files import write_text
 _CARD = """\
 # Medusa heads for {backbone}
 
-{num_heads} {kind} heads of {num_layers} residual layer(s), {vocabulary}: small drafters that read the last hidden \
-state of
+{num_heads} {kind} heads{copies} of {num_layers} residual layer(s), {vocabulary}: small drafters that read the last \
+hidden state of
 {backbone_link} and guess its next tokens; one pass of it verifies a tree of guesses.
 Trained {copy}with medusa-train {version}. {promise}
 
@@ -87,7 +87,7 @@ vLLM and Text Generation Inference need the merged model (medusa-train's recipes
 `medusa-train export {where} heads-for-vllm --to vllm --backbone merged{pad}`.
 """
 
-_UNSERVED = "\nvLLM and Text Generation Inference do not load {kind} heads.\n"
+_UNSERVED = "\nvLLM and Text Generation Inference do not load {kind} heads{copies}.\n"
 
 _BASELINES = {"over_generate": "over transformers `generate`", "over_plain": "over one-token decoding in the same loop"}
 
@@ -114,15 +114,17 @@ def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | Non
     if licence is not None:
         adapter = _MERGE.format(where=where) if adapted else ""
         elsewhere += _CUSTOM_GENERATE.format(where=where, adapter=adapter)
-    servers = _UNSERVED if setting["kind"] != "medusa" else _MERGED_SERVERS if adapted else _SERVERS
-    elsewhere += servers.format(
-        where=where, backbone=backbone, num_heads=setting["num_heads"], pad=pad, kind=setting["kind"]
+    copies = " that read copies" if setting["reads_copies"] else ""
+    served = _served(setting)
+    elsewhere += (_UNSERVED if not served else _MERGED_SERVERS if adapted else _SERVERS).format(
+        where=where, backbone=backbone, num_heads=setting["num_heads"], pad=pad, kind=setting["kind"], copies=copies
     )
     body = _CARD.format(
         backbone=backbone,
         backbone_link=link if is_hub_id(backbone) else backbone,
         copy=f"and measured on the copy {setting['backbone_copy']} of it, " if "backbone_copy" in setting else "",
         kind=setting["kind"],
+        copies=copies,
         num_heads=setting["num_heads"],
         num_layers=setting["num_layers"],
         vocabulary=f"drafting the {reduced} most frequent tokens" if reduced else "drafting the whole vocabulary",
@@ -200,8 +202,13 @@ def _limits(report: dict[str, Any], link: str, licence: dict[str, str] | None) -
         "as on a busy server, heads gain nothing.",
         "In bf16 and fp16, passes of different sizes round differently, and near-ties may fall the other way; "
         "the share of identical outputs above is measured.",
-        *([chain] if setting["kind"] == "medusa" else []),
+        *([chain] if _served(setting) else []),
     ]
+
+
+def _served(setting: dict[str, Any]) -> bool:
+    """Whether serving engines load such heads."""
+    return bool(setting["kind"] == "medusa" and not setting["reads_copies"])
 
 
 def _metadata(report: dict[str, Any], where: str, licence: dict[str, str] | None) -> ModelCardData:

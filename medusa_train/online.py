@@ -30,11 +30,12 @@ class OnlineHeads(HeadsForTraining):
         """A sample for every place of the packs.
 
         Args:
-            batch: ``input_ids``, ``position_ids``, ``roots`` ``(N, L)`` and ``labels`` ``(N, L, K)``.
+            batch: ``input_ids``, ``position_ids``, ``roots`` ``(N, L)``, ``labels`` ``(N, L, K)`` and ``copies``
+                ``(N, L, MOST_COPIED)``.
 
         Returns:
             ``hidden`` ``(N*L, hidden)``, ``roots`` ``(N*L,)``, ``teacher_hidden`` ``(N*L, K, hidden)``, ``labels``
-            ``(N*L, K)``.
+            ``(N*L, K)``, ``copies`` ``(N*L, MOST_COPIED)``.
         """
         with torch.no_grad():
             # Rounded as the cache rounds them, so that both ways of training are one.
@@ -55,6 +56,7 @@ def packed_samples(batch: dict[str, Tensor], hidden: Tensor, teacher: Tensor) ->
         "roots": batch["roots"].flatten(),
         "teacher_hidden": states_ahead(teacher, labels.shape[1]),
         "labels": labels,
+        "copies": batch["copies"].flatten(0, 1),
     }
 
 

@@ -56,6 +56,8 @@ class HeadsSection(_Section):
     """own: every head trains a projection; shared: all end in the backbone's, which makes heads small."""
     draft_vocab_size: int = Field(4096, ge=0)
     """Heads draft only the most frequent answer tokens; 0 for the whole vocabulary."""
+    reads_copies: bool = False
+    """Heads also read what followed when the text's last words came before; only this package decodes such heads."""
 
 
 class ServerSection(_Section):

@@ -13,6 +13,7 @@ from medusa_train.data.hidden_states import Shard
 from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.copies import MOST_COPIED
 from medusa_train.inference.heads import HeadsConfig, MedusaHeads
 from medusa_train.joint import JointHeads
 from medusa_train.losses import LossWeights
@@ -50,6 +51,7 @@ def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device
         torch.randn(positions, config.hidden_size, dtype=torch.bfloat16),
         torch.randint(config.projection_size, (positions,)),
         torch.full((positions,), positions),
+        torch.randint(config.projection_size, (positions, MOST_COPIED), dtype=torch.int32),
     )
     dataset = HeadsDataset([shard], config.num_heads)
     return _time(recipe, module, dataset, dtype, training.gradient_accumulation_steps)

@@ -15,12 +15,13 @@ from medusa_train.data.dataset import HeadsDataset, draft_vocabulary
 from medusa_train.data.hidden_states import Shard, read_cache
 from medusa_train.data.packing import PackedRows, answer_tokens, check_packing
 from medusa_train.data.rows import first_rows
+from medusa_train.estimate import heads_config
 from medusa_train.eval.drift import measure_drift
 from medusa_train.eval.heads_quality import first_positions
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.checkpoint import ADAPTER, save_heads
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
 from medusa_train.job import Job
 from medusa_train.joint import JointHeads, JointTrainer, check_launch
 from medusa_train.losses import LossWeights
@@ -49,10 +50,7 @@ def run_train(job: Job) -> dict[str, Any]:
     draft_size = recipe.heads.draft_vocab_size
     if draft_size > backbone.vocab_size:
         raise UserError(f"heads.draft_vocab_size={draft_size}, but the backbone has {backbone.vocab_size} tokens")
-    config = HeadsConfig(
-        recipe.heads.num_heads, recipe.heads.num_layers, backbone.hidden_size, backbone.vocab_size, draft_size,
-        recipe.heads.kind, recipe.heads.lm_head,
-    )  # fmt: skip
+    config = heads_config(recipe, backbone.hidden_size, backbone.vocab_size)
     answers = answer_tokens(rows) if online else (shard.tokens for shard in shards)
     kept, _ = draft_vocabulary(answers, config.projection_size, backbone.vocab_size)
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)

@@ -92,6 +92,7 @@ class HeadsForTraining(nn.Module):
         roots: Tensor,
         teacher_hidden: Tensor,
         labels: Tensor,
+        copies: Tensor,
         num_items: Tensor | int | None = None,
     ) -> HeadsLoss:
         """The loss of any heads of this shape; see `medusa_loss`."""
@@ -102,6 +103,7 @@ class HeadsForTraining(nn.Module):
             roots,
             teacher_hidden.to(dtype),
             labels,
+            copies,
             self.teacher_projection,
             self.column_of_token,
             self.weights,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 
 from medusa_train.cli import main
 from medusa_train.inference import HeadsConfig, MedusaHeads
-from medusa_train.inference.heads import HeadsKind
+from medusa_train.inference.copies import MOST_COPIED, NO_COPY
 
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure
@@ -45,17 +46,31 @@ def make_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> PreTra
     return AutoModelForCausalLM.from_config(config).float().eval()
 
 
+KINDS = ["medusa", "hydra", "recurrent", "medusa copies", "hydra copies", "recurrent copies"]
+
+
+def reading(name: str) -> dict[str, Any]:
+    """What heads of one of ``KINDS`` read, as keywords of `HeadsConfig`."""
+    kind, *copies = name.split()
+    return {"kind": kind, "reads_copies": bool(copies)}
+
+
+def no_copies(positions: int) -> torch.Tensor:
+    """The copies of texts in which nothing repeats."""
+    return torch.full((positions, MOST_COPIED), NO_COPY, dtype=torch.int32)
+
+
 def random_heads(
     hidden_size: int = 32,
     vocab_size: int = 64,
     num_heads: int = 3,
     seed: int = 0,
-    kind: HeadsKind = "medusa",
+    kind: str = "medusa",
     num_layers: int = 1,
 ) -> MedusaHeads:
     """Heads with random weights: they draft nonsense, which must never change what is decoded."""
     torch.manual_seed(seed)
-    heads = MedusaHeads(HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, kind=kind))
+    heads = MedusaHeads(HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, **reading(kind)))
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.requires_grad_(False)

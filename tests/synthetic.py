@@ -70,6 +70,7 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
             "asked": "synthetic", "prompts": 12, "timed_prompts": 12, "left_out": 0, "turns": 12,
             "prompt_tokens": [3] * 12, "max_new_tokens": 21, "repeats": len(repeats), "compiled": False,
             "kind": "medusa", "num_heads": 2, "num_layers": 1, "draft_vocab_size": 4096,
+            "reads_copies": False,
             "tree_size": 6, "tree_paths": PATHS,
             "pass_bytes": {"backbone": 400_000_000, "heads": 20_000_000},
         },

@@ -1,4 +1,4 @@
-"""Every benchmark that the Hub holds is read from there by the real `datasets`, and from its cache without a network."""
+"""Every benchmark that the Hub holds is read from there by the real client, and without a network from its cache."""
 
 import io
 import json

@@ -11,7 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM, MistralConfig, Qwen3Config
 from transformers.generation.streamers import BaseStreamer
 
-from conftest import SMALL, make_llama, random_heads
+from conftest import KINDS, SMALL, make_llama, random_heads
 from medusa_train import custom_generate
 from medusa_train.inference import HeadsConfig, MedusaHeads, MedusaModel, Tree
 from medusa_train.inference.backbone import Backbone
@@ -42,6 +42,7 @@ def heads_of(kind, backbone):
         3, 1, 32, 64,
         draft_vocab_size=40 if reduced else 0,
         kind=next((name for name in ("hydra", "recurrent") if name in kind), "medusa"),
+        reads_copies="copies" in kind,
         lm_head="shared" if "shared" in kind else "own",
     )  # fmt: skip
     heads = MedusaHeads.for_backbone(Backbone.wrap(backbone), config, torch.randperm(64)[:40] if reduced else None)
@@ -77,8 +78,10 @@ def plain(model, prompt, tokens=24, **options):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(
-    "kind", ["medusa", "hydra", "recurrent", "shared", "reduced", "reduced hydra shared", "reduced recurrent"]
-)
+    "kind",
+    ["medusa", "hydra", "recurrent", "shared", "reduced", "reduced hydra shared", "reduced recurrent copies",
+     "medusa copies", "hydra copies"],
+)  # fmt: skip
 def test_the_output_is_that_of_greedy_decoding_whatever_the_tree(tmp_path, name, kind):
     model, chance = MODELS[name](), random.Random(f"{name} {kind}")
     torch.manual_seed(0)
@@ -89,12 +92,12 @@ def test_the_output_is_that_of_greedy_decoding_whatever_the_tree(tmp_path, name,
         assert decode(model, prompt, folder).tolist() == plain(model, prompt).tolist()
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_it_takes_the_passes_that_the_package_takes(tmp_path, kind):
     model, tree = make_llama(eos_token_id=None), random_tree(random.Random(0))
     heads = heads_of(kind, model)
     folder = published(tmp_path / "heads", heads, tree)
-    prompt = torch.arange(6)[None]
+    prompt = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 0, 1]])
     ours = MedusaModel(make_llama(eos_token_id=None), heads, tree).generate(prompt, 40, eos_token_ids=())
     passes = []
     model.register_forward_pre_hook(lambda *_: passes.append(1))

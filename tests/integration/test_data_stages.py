@@ -9,7 +9,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
+from conftest import no_copies
 from medusa_train.data import distill as distill_module
 from medusa_train.data import hidden_states as hidden_states_module
 from medusa_train.data import journal as journal_module
@@ -30,6 +32,7 @@ from medusa_train.data.hidden_states import (
     read_cache,
     to_float8,
     write_cache,
+    write_shard,
 )
 from medusa_train.data.prompts import load_conversations, normalized
 from medusa_train.data.rows import Prompt, Row, read_prompts, read_rows, split_of
@@ -37,6 +40,7 @@ from medusa_train.data.sources import Source
 from medusa_train.data.synthesis import synthesize_prompts
 from medusa_train.data.transformers_backend import answer_here
 from medusa_train.inference import UserError, load_backbone
+from medusa_train.inference.copies import NO_COPY
 from medusa_train.recipe import DataSection
 
 PROMPTS = [Prompt.of([{"role": "user", "content": f"what is {'the ' * (i % 7)}{i} ?"}]) for i in range(14)]
@@ -208,11 +212,12 @@ def test_a_shard_is_checked_once(backbone, tmp_path, monkeypatch):
     assert len(read_cache(tmp_path)) == 2
 
 
-@pytest.mark.parametrize(("dtype", "gigabytes"), [("bfloat16", 1.2), ("float8", 0.6)])
+@pytest.mark.parametrize(("dtype", "gigabytes"), [("bfloat16", 1.2), ("float8", 0.62)])
 def test_a_million_positions_of_a_small_model_fit(backbone, tmp_path, dtype, gigabytes):
     assert 1_000_000 * position_bytes(576, dtype) <= gigabytes * 1e9
     shards = run_cache(backbone, [row(range(200), [(100, 200)])], tmp_path, dtype=dtype)
-    tensors = [shards[0].hidden, shards[0].tokens, shards[0].ends, *([shards[0].scales] if dtype == "float8" else [])]
+    shard = shards[0]
+    tensors = [shard.hidden, shard.tokens, shard.ends, shard.copies, *([shard.scales] if dtype == "float8" else [])]
     assert sum(tensor.numel() * tensor.itemsize for tensor in tensors) == 100 * position_bytes(32, dtype)
 
 
@@ -222,12 +227,35 @@ def test_float8_states_come_back_to_their_own_precision(data, exponent):
     numbers = st.lists(st.floats(-1, 1, width=32), min_size=6, max_size=6)
     hidden = torch.tensor(data.draw(st.lists(numbers, min_size=1, max_size=4))) * 2.0**exponent
     stored, scales = to_float8(hidden)
-    shard = Shard(stored, torch.arange(len(hidden)), torch.full((len(hidden),), len(hidden)), scales)
+    shard = Shard(
+        stored, torch.arange(len(hidden)), torch.full((len(hidden),), len(hidden)), no_copies(len(hidden)), scales
+    )
     for number, exact in enumerate(hidden):
         assert_stored(shard.states(torch.tensor(number)), exact, "float8")
     first = shard.first(1)
     assert torch.equal(first.states(slice(None)), shard.states(slice(0, 1)))
     assert first.ends.tolist() == [1]
+
+
+def test_copies_are_of_the_whole_text_before_and_never_of_another(backbone, tmp_path):
+    """What a prompt says counts for its answer; rows of one shard know nothing of each other."""
+    first = row([1, 2, 3, 4, 5, 6, 9, 1, 2, 3, 4], [(6, 11)], "a")
+    second = row([0, 1, 2, 3, 8, 1, 2], [(2, 4), (5, 7)], "b")
+    copies = run_cache(backbone, [first, second], tmp_path)[0].copies.tolist()
+    new = [NO_COPY] * 5
+    after_1_2, after_2_3, after_3_4 = [3, 4, 5, 6, 9], [4, 5, 6, 9, 1], [5, 6, 9, 1, 2]
+    assert copies[:5] == [new, new, after_1_2, after_2_3, after_3_4]
+    assert copies[5:] == [new, new, new, [3, 8, 1, 2, 3]]
+
+
+def test_a_cache_without_copies_is_of_another_version(backbone, tmp_path):
+    run_cache(backbone, random_rows(3, backbone.vocab_size), tmp_path / "cache" / "train", 40)
+    path = next((tmp_path / "cache" / "train").glob("*.safetensors"))
+    tensors = load_file(path)
+    del tensors["copies"]
+    write_shard(path, tensors)
+    with pytest.raises(UserError, match=r"shard-.*\.safetensors is of another version; remove .*/cache and run"):
+        read_cache(path.parent)
 
 
 def test_a_kill_while_a_shard_is_written_leaves_none_behind(backbone, tmp_path, monkeypatch):

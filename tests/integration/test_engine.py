@@ -175,7 +175,7 @@ DRAFTERS = {
     "none": lambda model, truths: NoDrafter(),
     "heads": lambda model, truths: model.drafter,
     "recurrent-heads": lambda model, truths: MedusaModel(
-        model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="recurrent"), WIDE
+        model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="recurrent copies"), WIDE
     ).drafter,
     "hydra-heads": lambda model, truths: MedusaModel(
         model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="hydra"), WIDE

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import make_llama, random_heads
+from conftest import make_llama, no_copies, random_heads
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError
@@ -164,5 +164,5 @@ def test_the_temperature_of_known_distributions_is_found(truth):
     with torch.inference_mode():
         logits = model.heads(hidden.float(), 0) / truth
     tokens[1:] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:-1, 0]
-    shard = Shard(hidden=hidden, tokens=tokens, ends=torch.full((1500,), 1500))
+    shard = Shard(hidden=hidden, tokens=tokens, ends=torch.full((1500,), 1500), copies=no_copies(1500))
     assert fit_temperatures(model, [shard])[0] == pytest.approx(truth, rel=0.15)

@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.data import DataLoader
 
+from conftest import no_copies
 from medusa_train.data.dataset import IGNORED, HeadsDataset, draft_vocabulary
 from medusa_train.data.hidden_states import Shard
+from medusa_train.inference.copies import MOST_COPIED
 
 # Span lengths, per shard.
 layouts = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4)
@@ -23,7 +25,9 @@ def make_shards(layout):
         size = sum(lengths)
         number = torch.arange(first, first + size)
         ends = torch.cat([torch.full((length,), sum(lengths[: i + 1])) for i, length in enumerate(lengths)])
-        shards.append(Shard(torch.stack([number, -number], dim=1).to(torch.bfloat16), 1000 + number, ends))
+        copies = number[:, None] * 10 + torch.arange(MOST_COPIED)
+        hidden = torch.stack([number, -number], dim=1).to(torch.bfloat16)
+        shards.append(Shard(hidden, 1000 + number, ends, copies.int()))
         first += size
     return shards
 
@@ -45,6 +49,7 @@ def assert_is(sample, expected):
     position, labels, ahead = expected
     assert sample["hidden"].tolist() == [position, -position]
     assert sample["labels"].tolist() == labels
+    assert sample["copies"].tolist() == [position * 10 + place for place in range(MOST_COPIED)]
     for state, place in zip(sample["teacher_hidden"].tolist(), ahead, strict=True):
         assert place is None or state == [place, -place]
 
@@ -84,7 +89,8 @@ def test_a_loader_gets_whole_batches():
 @given(st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=20), min_size=1, max_size=3), st.integers(1, 10))
 def test_the_draft_vocabulary_is_the_most_frequent_tokens_in_rising_order(token_lists, size):
     shards = [
-        Shard(torch.zeros(len(ids), 2), torch.tensor(ids), torch.full((len(ids),), len(ids))) for ids in token_lists
+        Shard(torch.zeros(len(ids), 2), torch.tensor(ids), torch.full((len(ids),), len(ids)), no_copies(len(ids)))
+        for ids in token_lists
     ]
     counts = Counter(token for ids in token_lists for token in ids)
     expected = sorted(sorted(range(10), key=lambda token: (-counts[token], token))[:size])

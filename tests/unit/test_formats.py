@@ -21,10 +21,10 @@ ENGINES = ["vllm", "tgi", "fasterdecoding"]
 KEYS = {"0.linear.weight", "0.linear.bias", "1.weight"}
 
 
-def make(num_layers=1, num_heads=3, draft_token_ids=None, dtype=torch.float32, kind="medusa"):
+def make(num_layers=1, num_heads=3, draft_token_ids=None, dtype=torch.float32, **reads):
     torch.manual_seed(3)
     draft = 0 if draft_token_ids is None else len(draft_token_ids)
-    heads = MedusaHeads(HeadsConfig(num_heads, num_layers, 32, 64, draft, kind), draft_token_ids)
+    heads = MedusaHeads(HeadsConfig(num_heads, num_layers, 32, 64, draft, **reads), draft_token_ids)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     return heads.to(dtype).requires_grad_(False)
@@ -144,6 +144,12 @@ def test_no_padded_row_ever_exceeds_the_best_draft(seed, columns):
             "vllm",
             "org/b",
             "no hydra heads; for serving, train with heads.kind=medusa",
+        ),
+        (
+            lambda: make(reads_copies=True),
+            "vllm",
+            "org/b",
+            "the heads read copies, which vLLM does not look up; for serving, train with heads.reads_copies=false",
         ),
         (lambda: make(2), "fasterdecoding", "org/b", "2 layers, but FasterDecoding/Medusa gives all layers"),
         (make, "tgi", "pkg://package/file.gguf", "TGI loads the backbone that the config names"),

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import no_copies
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.acceptance import Ranks
 from medusa_train.eval.heads_quality import cross_fitted_tokens_per_step, first_positions, heads_quality
@@ -62,10 +63,11 @@ def test_recall_is_named_by_head():
 @given(st.integers(1, 40), st.integers(1, 40), st.integers(2, 100))
 def test_every_shard_gives_its_share_of_the_positions(first, second, positions):
     shards = [
-        Shard(torch.zeros(length, 4), torch.arange(length), torch.full((length,), length)) for length in (first, second)
+        Shard(torch.zeros(length, 4), torch.arange(length), torch.full((length,), length), no_copies(length))
+        for length in (first, second)
     ]
     thinned = first_positions(shards, positions)
     kept = [len(shard.tokens) for shard in thinned]
     assert min(positions, first + second) <= sum(kept) <= positions + 2
-    assert all(int(shard.ends.max()) == len(shard.tokens) == len(shard.hidden) for shard in thinned)
+    assert all(int(s.ends.max()) == len(s.tokens) == len(s.hidden) == len(s.copies) for s in thinned)
     assert kept[0] / first == pytest.approx(kept[1] / second, abs=1 / min(first, second))

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from conftest import KINDS, reading
 from medusa_train.data.dataset import IGNORED
 from medusa_train.inference import HeadsConfig, MedusaHeads
 from medusa_train.losses import LossWeights, medusa_loss
@@ -23,7 +24,7 @@ def embed(ids):
 def heads_and_batch(batch=7, draft=None, seed=0, kind="medusa"):
     torch.manual_seed(seed)
     ids = None if draft is None else torch.tensor(draft)
-    heads = MedusaHeads(HeadsConfig(HEADS, 1, HIDDEN, VOCAB, 0 if draft is None else len(draft), kind), ids)
+    heads = MedusaHeads(HeadsConfig(HEADS, 1, HIDDEN, VOCAB, 0 if draft is None else len(draft), **reading(kind)), ids)
     for parameter in heads.parameters():
         torch.nn.init.normal_(parameter, std=0.3)
     labels = torch.randint(0, VOCAB, (batch, HEADS))
@@ -32,10 +33,13 @@ def heads_and_batch(batch=7, draft=None, seed=0, kind="medusa"):
     columns = torch.full((VOCAB,), IGNORED)
     columns[heads.draft_token_ids] = torch.arange(len(heads.draft_token_ids))
     projection = torch.randn(VOCAB, HIDDEN)[heads.draft_token_ids]
-    return heads, torch.randn(batch, HIDDEN), roots, torch.randn(batch, HEADS, HIDDEN), labels, projection, columns
+    hidden, teacher = torch.randn(batch, HIDDEN), torch.randn(batch, HEADS, HIDDEN)
+    copies = labels.where(torch.rand(batch, HEADS) < 0.7, torch.randint(0, VOCAB, (batch, HEADS))).clamp(min=0)
+    copies[torch.rand(batch) < 0.3] = -1
+    return heads, hidden, roots, teacher, labels, copies, projection, columns
 
 
-def slow_loss(heads, hidden, roots, teacher, labels, projection, columns, weights):
+def slow_loss(heads, hidden, roots, teacher, labels, copies, projection, columns, weights):
     """The formula of the module, one position and head at a time."""
     pairs = int((labels != IGNORED).sum())
     total = torch.zeros(())
@@ -44,7 +48,10 @@ def slow_loss(heads, hidden, roots, teacher, labels, projection, columns, weight
             if labels[t, k] == IGNORED:
                 continue
             before = [int(roots[t]), *labels[t, :k].tolist()]
-            log_q = heads(hidden[t], k, embed(torch.tensor(before))).log_softmax(-1)
+            follows = [c >= 0 and (heads.config.kind == "medusa" or before[1 : at + 1] == copies[t, :at].tolist())
+                       for at, c in enumerate(copies[t, : k + 1])]  # fmt: skip
+            copied = [embed(c) if same else torch.zeros(HIDDEN) for c, same in zip(copies[t], follows, strict=False)]
+            log_q = heads(hidden[t], k, embed(torch.tensor(before)), torch.stack(copied)).log_softmax(-1)
             p = (projection @ teacher[t, k]).softmax(-1)
             hard = -log_q[columns[labels[t, k]]] if columns[labels[t, k]] != IGNORED else torch.zeros(())
             soft = (p * (p.log() - log_q)).sum()
@@ -53,7 +60,7 @@ def slow_loss(heads, hidden, roots, teacher, labels, projection, columns, weight
     return total
 
 
-@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent"])
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft", [None, [1, 4, 7, 11]])
 @pytest.mark.parametrize("weights", [LossWeights(), LossWeights(2.0, 0.5, 0.0), LossWeights(1.0, 0.9, 1.0)])
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
@@ -73,9 +80,9 @@ def test_loss_and_gradients_equal_the_formula(kind, draft, weights, chunk):
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 9), st.integers(1, 6))
 def test_accumulation_with_unequal_counts_gives_the_gradient_of_the_whole_batch(seed, cut):
-    heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch(seed=seed)
+    heads, hidden, roots, teacher, labels, copies, projection, columns = heads_and_batch(seed=seed)
     pairs = (labels != IGNORED).sum()
-    medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, LossWeights()).loss.backward()
+    medusa_loss(heads, hidden, roots, teacher, labels, copies, projection, columns, LossWeights()).loss.backward()
     whole = [parameter.grad.clone() for parameter in heads.parameters()]
     heads.zero_grad()
     for part in (slice(0, cut), slice(cut, None)):
@@ -85,6 +92,7 @@ def test_accumulation_with_unequal_counts_gives_the_gradient_of_the_whole_batch(
             roots[part],
             teacher[part],
             labels[part],
+            copies[part],
             projection,
             columns,
             LossWeights(),
@@ -95,9 +103,9 @@ def test_accumulation_with_unequal_counts_gives_the_gradient_of_the_whole_batch(
 
 
 def test_a_batch_without_targets_gives_zero_and_not_nan():
-    heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch()
+    heads, hidden, roots, teacher, labels, copies, projection, columns = heads_and_batch()
     loss = medusa_loss(
-        heads, hidden, roots, teacher, torch.full_like(labels, IGNORED), projection, columns, LossWeights()
+        heads, hidden, roots, teacher, torch.full_like(labels, IGNORED), copies, projection, columns, LossWeights()
     ).loss
     loss.backward()
     assert float(loss) == 0
@@ -120,17 +128,18 @@ def test_every_head_learns_and_each_has_its_own_term():
 
 
 def test_padding_a_batch_does_not_change_the_soft_loss():
-    heads, hidden, roots, teacher, labels, projection, columns = heads_and_batch()
+    heads, hidden, roots, teacher, labels, copies, projection, columns = heads_and_batch()
     padded = torch.cat([labels, torch.full((5, HEADS), IGNORED)])
     more_hidden, more_teacher = torch.randn(5, HIDDEN), torch.randn(5, HEADS, HIDDEN)
     weights = LossWeights(soft_share=1.0)
-    short = medusa_loss(heads, hidden, roots, teacher, labels, projection, columns, weights).loss
+    short = medusa_loss(heads, hidden, roots, teacher, labels, copies, projection, columns, weights).loss
     long = medusa_loss(
         heads,
         torch.cat([hidden, more_hidden]),
         torch.cat([roots, roots[:5]]),
         torch.cat([teacher, more_teacher]),
         padded,
+        torch.cat([copies, copies[:5]]),
         projection,
         columns,
         weights,

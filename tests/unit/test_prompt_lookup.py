@@ -1,63 +1,17 @@
-"""Looking up what followed the same words: against a brute-force search, and loops go on as loops."""
+"""Drafting copies: rows with and without one, rows that end or move, and a copy below a Medusa tree."""
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from conftest import random_heads
 from medusa_train.inference import MedusaDrafter, MedusaLookupDrafter, PromptLookupDrafter, Tree, UserError
 from medusa_train.inference.drafters import Context
-from medusa_train.inference.prompt_lookup import NgramIndex
-
-TEXTS = st.lists(st.integers(0, 2), min_size=1, max_size=40)
-SIZES = st.integers(1, 4).flatmap(lambda low: st.tuples(st.integers(low, 5), st.just(low)))
-
-
-def brute_force(text, max_ngram, min_ngram, count):
-    """Copy, token by token, from behind the latest earlier occurrence of the longest n-gram that occurs earlier."""
-    for size in range(max_ngram, min_ngram - 1, -1):
-        for start in range(len(text) - size - 1, -1, -1):
-            if text[start : start + size] == text[len(text) - size :]:
-                copied = list(text)
-                for place in range(start + size, start + size + count):
-                    copied.append(copied[place])
-                return copied[len(text) :]
-    return None
 
 
 def context(texts, active=None, accepted=None):
     rows = len(texts)
     roots = torch.tensor([text[-1] for text in texts])
     return Context(texts, torch.zeros(rows, 32), roots, active or range(rows), accepted or [0] * rows, range(rows))
-
-
-@given(TEXTS, SIZES, st.integers(1, 9))
-def test_a_continuation_is_what_a_search_through_the_text_finds(text, sizes, count):
-    assert NgramIndex(*sizes).continuation(text, count) == brute_force(text, *sizes, count)
-
-
-@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=6), min_size=1, max_size=9), SIZES, st.integers(1, 9))
-def test_an_index_that_grows_with_the_text_equals_a_fresh_one(pieces, sizes, count):
-    index, text = NgramIndex(*sizes), []
-    for piece in pieces:
-        text += piece
-        assert index.continuation(text, count) == brute_force(text, *sizes, count)
-        assert index.continuation(text, count) == brute_force(text, *sizes, count)  # asking changes nothing
-
-
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=5, unique=True), st.integers(0, 4), st.integers(1, 20))
-def test_a_loop_is_continued_as_a_loop(loop, extra, count):
-    endless = loop * 40
-    text = endless[: 2 * len(loop) + 1 + extra]
-    assert NgramIndex(3, 1).continuation(text, count) == endless[len(text) : len(text) + count]
-
-
-def test_the_longest_and_then_the_latest_occurrence_wins():
-    assert NgramIndex(3, 1).continuation([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == [7]
-    assert NgramIndex(2, 1).continuation([1, 2, 3, 7, 9, 2, 3, 8, 1, 2, 3], 1) == [8]
-    assert NgramIndex(3, 2).continuation([4, 1, 5, 2, 5], 3) is None  # only a single token repeats
-    assert NgramIndex(3, 1).continuation([4, 1, 5, 2, 5], 3) == [2, 5, 2]
 
 
 def test_rows_without_a_copy_are_padded_and_none_at_all_costs_no_nodes():
@@ -99,7 +53,8 @@ def test_a_copied_phrase_is_one_more_branch_below_the_medusa_tree(tree):
     texts = [[1, 2, 3, 9, 1, 2], [4, 5, 6, 7, 8, 3]]
     given_context = context(texts)
     drafting = both.start([torch.tensor(text) for text in texts], 9, [None, None])
-    draft, heads = drafting(given_context), medusa.draft(given_context)
+    draft = drafting(given_context)
+    heads = medusa.start([torch.tensor(text) for text in texts], 9, [None, None])(given_context)
     assert draft.tokens.shape == (2, both.max_size)
     for row, phrase in enumerate([[3, 9, 1, 2], None]):
         branches = {
