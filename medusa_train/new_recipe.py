@@ -22,7 +22,7 @@ from medusa_train.recipe_reference import meaning, section_of
 # What people change. Every other key is in the reference.
 TOUCHED = {
     "backbone": ("source", "dtype", "device", "quantization", "chat_template"),
-    "heads": ("kind", "num_heads", "num_layers", "draft_vocab_size"),
+    "heads": ("kind", "num_heads", "num_layers", "draft_vocab_size", "reads_copies"),
     "data": (
         "prompts", "prompts_split", "num_prompts", "max_new_tokens", "batch_size", "calibration_share", "heldout_share",
     ),
@@ -101,6 +101,9 @@ def choose(shape: Shape, kind: HeadsKind) -> dict[str, Choice]:
         chosen["training.per_device_train_batch_size"] = Choice(1, "a packed sequence")
     if kind != "medusa":
         chosen["heads.kind"] = Choice(kind, "in this package only; medusa for vLLM and TGI")
+        chosen["heads.reads_copies"] = Choice(True, "more tokens per step, and no engine serves this kind anyway")
+        if kind == "recurrent":
+            chosen["heads.num_layers"] = Choice(2, "of one set of weights")
     return chosen
 
 

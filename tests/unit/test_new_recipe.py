@@ -31,6 +31,7 @@ def written(source, chosen):
 def test_a_model_of_any_size_gets_a_recipe_that_loads(shape, kind):
     recipe = Recipe.model_validate(written("org/model", choose(shape, kind)))
     assert recipe.heads.kind == kind
+    assert recipe.heads.reads_copies == (kind != "medusa")
     assert recipe.heads.draft_vocab_size <= shape.vocab_size
     assert recipe.data.max_new_tokens <= (shape.max_positions or 512)
     if recipe.training.mode == "online":
