@@ -2,6 +2,9 @@
 
 Loss masks come from a template's ``{% generation %}`` marks where it has them, else from rendering the conversation
 with and without each answer, never from searching text and never from token values (a pad id may equal an end id).
+
+A conversation may open with a message of role `TOOLS`, which declares the functions that the assistant can call; the
+template is given them apart from the turns, as transformers has it.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from medusa_train.inference.errors import UserError
 Message = Mapping[str, Any]
 Span = tuple[int, int]
 _SENTINEL = "Zq7xWkV9"  # text that no template contains, to find where a user's words go
+TOOLS = "tools"  # role, and key of the declarations
 SHORT = 1000  # characters of a piece that is remembered; bounds the memory that this takes
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
@@ -174,10 +178,20 @@ def _common_prefix(a: Sequence[int], b: Sequence[int]) -> int:
 
 def _opening(tokenizer: PreTrainedTokenizerBase, before: Sequence[Message]) -> str:
     """Text up to the assistant's first word; templates render no empty conversation, so that one is cut out."""
-    if before:
+    if before and before[-1]["role"] != TOOLS:
         return _apply(tokenizer, before, add_generation_prompt=True)
-    opening = _apply(tokenizer, [{"role": "assistant", "content": _SENTINEL}]).partition(_SENTINEL)[0]
+    opening = _apply(tokenizer, [*before, {"role": "assistant", "content": _SENTINEL}]).partition(_SENTINEL)[0]
     return opening.rstrip(" ")  # a space is one token with the word behind it
+
+
+@lru_cache(maxsize=8)
+def _shows_tools(tokenizer: PreTrainedTokenizerBase, template: str) -> bool:
+    declared = {"type": "function", "function": {"name": _SENTINEL, "description": "", "parameters": {}}}
+    conversation = [{"role": "user", "content": "?"}]
+    try:
+        return _SENTINEL in str(tokenizer.apply_chat_template(conversation, tools=[declared], tokenize=False))
+    except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError):
+        return True  # the conversation itself will tell what the template wants
 
 
 @lru_cache(maxsize=8)
@@ -245,6 +259,10 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
 
 
 def _call(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
+    if messages and messages[0]["role"] == TOOLS:
+        if not _shows_tools(tokenizer, str(tokenizer.get_chat_template())):
+            raise UserError("the chat template does not show declared tools, so the model would not know what it calls")
+        options["tools"], messages = messages[0][TOOLS], messages[1:]
     try:
         return tokenizer.apply_chat_template([dict(message) for message in messages], **options)
     except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:

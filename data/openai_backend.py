@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 from tqdm import tqdm
 
 from medusa_train.data.asking import Asking, Question, seed_of
-from medusa_train.data.chat import Message, Span, encode_conversation
+from medusa_train.data.chat import TOOLS, Message, Span, encode_conversation
 from medusa_train.data.distill import Backend
 from medusa_train.data.journal import WAITING, Failure, Journal
 from medusa_train.data.progress import AnswerProgress
@@ -197,6 +197,9 @@ class _Fleet:
     async def _converse(self, question: Question) -> Row | Failure:
         """Ask turn by turn; the row is what was said until the conversation ended."""
         messages: list[Message] = list(question.prompt.messages)
+        if messages[0]["role"] == TOOLS and self.settings.api == "chat":
+            why = "tools are declared, and over data.server.api=chat servers take calls apart; use completions"
+            return Failure(question.prompt.id, why, skipped=True)
         ids, mismatch = question.ids, None
         spans: list[Span] = []
         tokenizer, turn = self.asking.tokenizer, 0

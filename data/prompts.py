@@ -11,7 +11,7 @@ from typing import Any
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
-from medusa_train.data.chat import check_special_tokens
+from medusa_train.data.chat import TOOLS, check_special_tokens
 from medusa_train.data.records import BadRecord, Messages, conversation_of
 from medusa_train.data.rows import Prompt
 from medusa_train.data.sources import OnBad, Source, read_source
@@ -124,7 +124,7 @@ def prompt_of(record: Mapping[str, Any], source: str) -> Messages:
 
 def normalized(prompt: Prompt) -> str:
     """A prompt's text up to case and spaces; equal texts are duplicates."""
-    texts = [str(message["content"]) for message in prompt.messages] + prompt.follow_ups
+    texts = [f"{message['content']}{message.get(TOOLS, '')}" for message in prompt.messages] + prompt.follow_ups
     return "\n".join(" ".join(text.lower().split()) for text in texts)
 
 

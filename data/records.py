@@ -6,6 +6,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from medusa_train.data.chat import TOOLS
+
 Messages = list[dict[str, Any]]
 
 MAX_CHARACTERS = 4_000_000  # about a million tokens; longer than any context, and minutes to tokenize
@@ -37,14 +39,12 @@ def conversation_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
     Known are OpenAI's ``messages``; ShareGPT's ``conversations`` (``from``/``value``); ``turns``, the user's alone, as
     in MT-Bench and Spec-Bench; ``prompt`` with ``completion``, ``response`` or HumanEval's ``canonical_solution``;
     Alpaca's ``instruction``, ``input`` and ``output``; GSM8K's ``question`` and ``answer``. A ``system`` field opens
-    any of them. Fields that are null count as missing, as files that mix layouts have them.
+    any of them, and before it ``tools``, the functions that the assistant may call (OpenAI's declarations, or
+    their JSON). Fields that are null count as missing, as files that mix layouts have them.
 
     Raises:
-        BadRecord: another layout, a conversation that `check_turns` refuses, or declarations of tools: a template
-            that is not given them renders other text than the model was given.
+        BadRecord: another layout, or a conversation that `check_turns` refuses.
     """
-    if record.get("tools"):
-        raise BadRecord("declarations of tools, which are not rendered", "; take 'tools' out to learn without them")
     follow_ups: list[str] = []
     for field in ("messages", "conversations", "conversation"):
         if record.get(field) is not None:
@@ -60,6 +60,8 @@ def conversation_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
         messages.insert(0, {"role": "system", "content": system})
     # An empty system prompt is none.
     messages = [message for message in messages if message["role"] != "system" or message["content"].strip()]
+    if record.get(TOOLS):
+        messages.insert(0, {"role": TOOLS, "content": "", TOOLS: _list(record[TOOLS], TOOLS)})
     check_turns(messages)
     for text in follow_ups:
         check_turns([{"role": "user", "content": text}])
@@ -97,14 +99,18 @@ def check_turns(messages: Sequence[Mapping[str, Any]]) -> None:
     """Refuse what no template should be asked to render.
 
     Raises:
-        BadRecord: an unknown role, an empty turn, two turns of one side in a row, a system prompt behind the first
-            turn, half of a character, or a text longer than `MAX_CHARACTERS`.
+        BadRecord: no turn, an unknown role, tools that are no objects, an empty turn, two turns of one side in a row,
+            a system prompt behind the first turn, half of a character, or a text longer than `MAX_CHARACTERS`.
     """
-    if not messages:
+    if all(message["role"] == TOOLS for message in messages):
         raise BadRecord("a conversation without turns")
     before = None
     for message in messages:
         role, content = message["role"], message["content"]
+        if role == TOOLS and before is None and (declared := message.get(TOOLS)):
+            if not all(isinstance(each, Mapping) for each in declared):
+                raise BadRecord("tools that are no objects")
+            continue
         if role not in _ROLES:
             raise BadRecord(f"unknown role {role!r}")
         if not content.strip() and role != "tool" and not message.get("tool_calls"):

@@ -36,7 +36,7 @@ class Prompt:
 
     @classmethod
     def of(cls, messages: Iterable[Message], follow_ups: Sequence[str] = ()) -> Prompt:
-        kept = ("role", "content", "tool_calls", "tool_call_id", "reasoning_content")
+        kept = ("role", "content", "tools", "tool_calls", "tool_call_id", "reasoning_content")
         plain = [{name: message[name] for name in kept if name in message} for message in messages]
         turns = [*plain, *follow_ups]
         return cls(hashlib.sha256(json.dumps(turns).encode()).hexdigest()[:16], plain, list(follow_ups))

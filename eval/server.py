@@ -17,6 +17,7 @@ from http.client import HTTPResponse
 from time import perf_counter
 from typing import Any
 
+from medusa_train.data.chat import TOOLS
 from medusa_train.eval.answers import Turn
 from medusa_train.eval.questions import Question
 from medusa_train.inference.errors import UserError
@@ -50,6 +51,8 @@ class Server:
 
     def _lead(self, question: Question, max_new_tokens: int) -> list[Turn]:
         messages, turns = list(question.messages), []
+        if messages[0]["role"] == TOOLS:
+            raise UserError("a server takes calls of tools apart, so questions that declare some cannot be compared")
         for follow_up in (*question.follow_ups, None):
             turns.append(self._answer(messages, max_new_tokens))
             if follow_up is not None:

@@ -514,6 +514,22 @@ def test_what_always_goes_wrong_ends_as_failed_and_can_be_asked_again_alone(serv
     assert not (tmp_path / "rows" / "failed.jsonl").exists()
 
 
+def test_prompts_with_tools_are_asked_by_their_tokens_alone(serve, ask, tokenizer, tmp_path, monkeypatch):
+    shown = "{% if tools %}<|im_start|>{{ tools[0].function.name }}<|im_end|>\n{% endif %}"
+    monkeypatch.setattr(tokenizer, "chat_template", shown + tokenizer.chat_template)
+    tools = {"role": "tools", "content": "", "tools": [{"type": "function", "function": {"name": "the cat"}}]}
+    prompt = Prompt.of([tools, {"role": "user", "content": "what is this ?"}])
+    server = serve()
+    rows = {row.id: row for row in ask(tmp_path / "ids", server, prompts=[*PROMPTS, prompt])}
+    start = rows[prompt.id].spans[0][0]
+    read = tokenizer.decode(rows[prompt.id].input_ids[:start])
+    assert read.startswith("<|im_start|>the cat<|im_end|>\n<|im_start|>user")
+    ask(tmp_path / "chat", server, prompts=[*PROMPTS, prompt], api="chat")
+    assert failures(tmp_path / "chat", skipped=True) == {
+        "tools are declared, and over data.server.api=chat servers take calls apart; use completions": 1
+    }
+
+
 def test_when_no_prompt_is_answered_the_file_with_the_reasons_is_named(serve, ask, tmp_path):
     with pytest.raises(UserError, match=r"^no prompt was answered; .*failed\.jsonl says why, prompt by prompt$"):
         ask(tmp_path / "rows", serve(fault=lambda *_: 400))

@@ -62,7 +62,9 @@ MISTRAL = """\
 {% else %} {{ m.content | trim }}{{ eos_token }}{% endif %}{% endfor %}"""
 # Thoughts are shown behind the last question only.
 QWEN = """\
-{% set ns = namespace(last=-1) -%}
+{% set ns = namespace(last=-1) %}{% if tools %}<|im_start|>system
+<tools>{% for tool in tools %}{{ tool | tojson }}{% endfor %}</tools><|im_end|>
+{% endif -%}
 {% for m in messages %}{% if m.role == 'user' %}{% set ns.last = loop.index0 %}{% endif %}{% endfor -%}
 {% for m in messages %}{% if m.role == 'tool' %}<|im_start|>user
 <tool_response>
@@ -362,6 +364,45 @@ CALLED = {
 @pytest.mark.parametrize("name", CALLED)
 def test_calls_of_tools_are_learnt_and_their_results_are_not(tokenizers, name):
     assert_golden(tokenizers[name], [FIRST[0], CALL, RESULT, FIRST[1]], CALLED[name])
+
+
+DECLARED = {
+    "role": "tools",
+    "content": "",
+    "tools": [{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}],
+}
+SHOWN = (
+    '<|im_start|>system\n<tools>{"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}'
+    "</tools><|im_end|>\n"
+)
+
+
+def test_declared_tools_are_shown_and_not_learnt(tokenizers):
+    first, *rest = CALLED["qwen"]
+    assert_golden(tokenizers["qwen"], [DECLARED, FIRST[0], CALL, RESULT, FIRST[1]], [SHOWN + first, *rest])
+    ids = render_prompt(tokenizers["qwen"], [DECLARED, FIRST[0]])
+    assert tokenizers["qwen"].decode(ids) == SHOWN + first
+
+
+def test_an_assistant_that_speaks_first_may_have_tools(tokenizers):
+    opening = "<|im_start|>assistant\n"
+    written = Learnt("<think>\n\n</think>\n\nIt is a cat.<|im_end|>")
+    assert_golden(tokenizers["qwen"], [DECLARED, FIRST[1]], [SHOWN + opening, written, "\n"])
+
+
+@pytest.mark.parametrize("name", ["chatml", "llama3", "phi"])
+def test_tools_that_a_template_hides_are_refused(tokenizers, name):
+    for conversation in ([DECLARED, *FIRST], [DECLARED, FIRST[0], CALL, RESULT, FIRST[1]]):
+        with pytest.raises(UserError, match="does not show declared tools"):
+            encode_conversation(tokenizers[name], conversation)
+    with pytest.raises(UserError, match="does not show declared tools"):
+        render_prompt(tokenizers[name], [DECLARED, FIRST[0]])
+
+
+def test_a_special_token_in_a_declaration_is_refused(tokenizers):
+    tools = [{"type": "function", "function": {"name": "look", "description": "<|im_end|>"}}]
+    with pytest.raises(UserError, match="special token"):
+        encode_conversation(tokenizers["qwen"], [{**DECLARED, "tools": tools}, *FIRST])
 
 
 # Marks of the template's own

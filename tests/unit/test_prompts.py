@@ -169,6 +169,20 @@ def test_tool_calls_stay_with_their_results_and_what_the_user_says_then_follows(
     assert prompt.messages[1:] == [call, result]
 
 
+def test_declared_tools_open_the_conversation(tmp_path):
+    tools = [{"type": "function", "function": {"name": "look", "parameters": {}}}]
+    opening = {"role": "tools", "content": "", "tools": tools}
+    records = [
+        {"messages": [USER, ASSISTANT], "tools": given, "system": "Be brief."} for given in (tools, json.dumps(tools))
+    ]
+    system = {"role": "system", "content": "Be brief."}
+    (prompt,) = gather(write(tmp_path / "tools.jsonl", records))  # the second is the first again
+    assert prompt.messages == [opening, system, USER]
+    assert conversations_of(write(tmp_path / "more.jsonl", records[:1])) == [[opening, system, USER, ASSISTANT]]
+    other = {**records[0], "tools": [{"type": "function", "function": {"name": "hear", "parameters": {}}}]}
+    assert len(gather(write(tmp_path / "two.jsonl", [records[0], other]))) == 2  # not duplicates
+
+
 def test_thoughts_are_kept(tmp_path):
     thoughtful = {**ASSISTANT, "reasoning_content": "Whiskers."}
     source = write(tmp_path / "thoughts.jsonl", [{"messages": [USER, thoughtful]}])
@@ -186,7 +200,9 @@ BAD = {
     "unknown role 'narrator'": {"messages": [{"role": "narrator", "content": "Once"}, USER]},
     "the result of a tool that nobody called": {"messages": [USER, {"role": "tool", "content": "a cat"}]},
     "half of a character (a lone surrogate)": {"prompt": "What is \ud83d this?"},
-    "declarations of tools, which are not rendered": {"messages": [USER], "tools": [{"type": "function"}]},
+    "tools that are no objects": {"messages": [USER], "tools": ["look"]},
+    "tools that is no list": {"messages": [USER], "tools": {"type": "function"}},
+    "unknown role 'tools'": {"messages": [{"role": "tools", "content": "look"}, USER]},
     f"more than {MAX_CHARACTERS:,} characters": {"prompt": "What is this? " * 360_000},
     "a message that is no object": {"messages": ["What is this?"]},
     "messages that is no list": {"messages": {"role": "user"}},
