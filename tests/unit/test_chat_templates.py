@@ -381,13 +381,13 @@ def test_declared_tools_are_shown_and_not_learnt(tokenizers):
     first, *rest = CALLED["qwen"]
     assert_golden(tokenizers["qwen"], [DECLARED, FIRST[0], CALL, RESULT, FIRST[1]], [SHOWN + first, *rest])
     ids = render_prompt(tokenizers["qwen"], [DECLARED, FIRST[0]])
-    assert tokenizers["qwen"].decode(ids) == SHOWN + first
+    asked = "<|im_start|>user\nWhat is it?<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizers["qwen"].decode(ids) == SHOWN + asked
 
 
 def test_an_assistant_that_speaks_first_may_have_tools(tokenizers):
-    opening = "<|im_start|>assistant\n"
-    written = Learnt("<think>\n\n</think>\n\nIt is a cat.<|im_end|>")
-    assert_golden(tokenizers["qwen"], [DECLARED, FIRST[1]], [SHOWN + opening, written, "\n"])
+    opening = "<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    assert_golden(tokenizers["qwen"], [DECLARED, FIRST[1]], [SHOWN + opening, Learnt("It is a cat.<|im_end|>"), "\n"])
 
 
 @pytest.mark.parametrize("name", ["chatml", "llama3", "phi"])
