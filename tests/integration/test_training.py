@@ -1,5 +1,6 @@
 """Training that goes on exactly where it was cut off, measures itself without harm, and refuses bad input."""
 
+import contextlib
 import errno
 import importlib.util
 import json
@@ -7,6 +8,7 @@ import math
 import os
 import shutil
 import signal
+import sqlite3
 import subprocess
 import sys
 from pathlib import Path
@@ -489,3 +491,21 @@ def test_tensorboard_gets_the_loss_of_every_head(train):
     job = train("training.report_to=tensorboard")
     content = b"".join(path.read_bytes() for path in job.folder.path.rglob("*tfevents*"))
     assert all(tag in content for tag in (b"train/loss_h2", b"eval/tokens_per_step", b"eval/top5_h1"))
+
+
+def test_trackio_gets_the_loss_of_every_head(cached, train, tmp_path):
+    """In a process of its own: trackio reads where to write when it is imported."""
+    shutil.copytree(cached.parent / "run", train.folder)
+    command = [
+        sys.executable, "-m", "medusa_train.train", str(cached), f"output_dir={train.folder}",
+        "training.report_to=trackio",
+    ]  # fmt: skip
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio")}
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert ran.returncode == 0, ran.stderr
+    (database,) = (tmp_path / "trackio").glob("medusa-train*.db")
+    with contextlib.closing(sqlite3.connect(database)) as connection:
+        logged = [json.loads(metrics) for (metrics,) in connection.execute("SELECT metrics FROM metrics")]
+    assert {"train/loss", "train/loss_h1", "train/loss_h2", "eval/tokens_per_step"} <= {
+        key for row in logged for key in row
+    }
