@@ -38,7 +38,8 @@ from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row, read_rows
 from medusa_train.inference.backbone import Backbone, load_backbone
 from medusa_train.inference.files import write_json
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.losses import LossWeights
 from medusa_train.online import OnlineHeads
 from medusa_train.recipe import Recipe

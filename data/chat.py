@@ -261,7 +261,10 @@ def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_
 def _call(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
     if messages and messages[0]["role"] == TOOLS:
         if not _shows_tools(tokenizer, str(tokenizer.get_chat_template())):
-            raise UserError("the chat template does not show declared tools, so the model would not know what it calls")
+            raise UserError(
+                "the chat template does not show declared tools, so the model would not know what it calls; leave out "
+                "'tools', or name a template that does with backbone.chat_template"
+            )
         options["tools"], messages = messages[0][TOOLS], messages[1:]
     try:
         return tokenizer.apply_chat_template([dict(message) for message in messages], **options)

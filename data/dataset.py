@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from medusa_train.data.hidden_states import Shard
-from medusa_train.inference.copies import MOST_COPIED
+from medusa_train.inference.heads_config import MOST_COPIED
 
 IGNORED = -100
 

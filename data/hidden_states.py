@@ -29,9 +29,10 @@ from tqdm import tqdm
 from medusa_train.data.chat import Span
 from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.copies import MOST_COPIED, copies_in
+from medusa_train.inference.copies import copies_in
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_tensors, write_text
+from medusa_train.inference.heads_config import MOST_COPIED
 
 CACHE_DTYPE = torch.bfloat16
 FLOAT8 = torch.float8_e4m3fn

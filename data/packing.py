@@ -18,8 +18,9 @@ from torch.utils.data import Dataset
 from medusa_train.data.dataset import IGNORED
 from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.copies import MOST_COPIED, NO_COPY, copies_in
+from medusa_train.inference.copies import NO_COPY, copies_in
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.heads_config import MOST_COPIED
 
 OPEN_PACKS = 64  # packs that still take rows; more would fill them better, and make packing slow
 

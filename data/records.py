@@ -60,12 +60,19 @@ def conversation_of(record: Mapping[str, Any]) -> tuple[Messages, list[str]]:
         messages.insert(0, {"role": "system", "content": system})
     # An empty system prompt is none.
     messages = [message for message in messages if message["role"] != "system" or message["content"].strip()]
-    if record.get(TOOLS):
-        messages.insert(0, {"role": TOOLS, "content": "", TOOLS: _list(record[TOOLS], TOOLS)})
+    if tools := _tools(record):
+        messages.insert(0, {"role": TOOLS, "content": "", TOOLS: tools})
     check_turns(messages)
     for text in follow_ups:
         check_turns([{"role": "user", "content": text}])
     return messages, follow_ups
+
+
+def _tools(record: Mapping[str, Any]) -> list[Any]:
+    if record.get(TOOLS):
+        return _list(record[TOOLS], TOOLS)
+    functions = record.get("functions") or []  # OpenAI's older name for the same
+    return [{"type": "function", "function": each} for each in _list(functions, "functions")]
 
 
 def _single(record: Mapping[str, Any]) -> Messages:
@@ -141,7 +148,7 @@ def _message(message: Any) -> dict[str, Any]:
     if not isinstance(role, str) or not {"content", "value", "tool_calls"} & message.keys():
         found = ", ".join(sorted(str(name) for name in message))
         raise BadRecord(f"a message needs 'role' and 'content' (or 'from' and 'value'), found {found}")
-    kept = {field: message[field] for field in _KEPT if message.get(field) is not None}
+    kept = {field: message[field] for field in (*_KEPT, TOOLS) if message.get(field) is not None}
     return {"role": _SPEAKERS.get(role, role), "content": "" if content is None else _text(content), **kept}
 
 
@@ -160,7 +167,7 @@ def _list(value: Any, field: str) -> list[Any]:
     if isinstance(value, str):  # a cell of a CSV file
         try:
             value = json.loads(value)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise BadRecord(f"{field} that is no list") from error
     if not isinstance(value, list):
         raise BadRecord(f"{field} that is no list")

@@ -98,7 +98,7 @@ def _numbered(source: Source) -> Iterator[tuple[str, Mapping[str, Any] | BadReco
             with cast(IO[bytes], gzip.open(path) if ending.endswith(".gz") else path.open("rb")) as file:
                 kind = ending.removesuffix(".gz")
                 yield from {".jsonl": _json_lines, ".json": _json, ".csv": _csv}[kind](file)
-    except (OSError, EOFError, ValueError) as error:
+    except (OSError, EOFError, ValueError, RecursionError) as error:
         raise UserError(f"cannot read {source.path}: {' '.join(str(error).split())[:200]}") from error
 
 
@@ -112,6 +112,8 @@ def _json_lines(file: IO[bytes]) -> Iterator[tuple[str, Mapping[str, Any] | BadR
             yield f"line {number}, column {error.colno}", BadRecord("a line that is not JSON", f" ({error.msg})")
         except UnicodeDecodeError:
             yield f"line {number}", BadRecord("a line that is not UTF-8")
+        except RecursionError:
+            yield f"line {number}", BadRecord("a line of too many brackets within brackets")
         else:
             yield f"line {number}", record if isinstance(record, dict) else BadRecord("a line that is not an object")
 

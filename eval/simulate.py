@@ -27,7 +27,8 @@ from medusa_train.inference.cpu_linear import can_pack, pack_linears
 from medusa_train.inference.decode import Verify, decode
 from medusa_train.inference.drafters import Context, Drafter, Drafting, MedusaDrafter, NoDrafter
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.inference.sampling import Chances
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.step import Step

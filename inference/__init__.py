@@ -13,7 +13,8 @@ if TYPE_CHECKING:
     from medusa_train.inference.draft_model import DraftModelDrafter
     from medusa_train.inference.drafters import MedusaDrafter, NoDrafter
     from medusa_train.inference.errors import UserError
-    from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+    from medusa_train.inference.heads import MedusaHeads
+    from medusa_train.inference.heads_config import HeadsConfig
     from medusa_train.inference.model import Generation, MedusaModel
     from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
     from medusa_train.inference.sampling import Sampling
@@ -25,7 +26,7 @@ _HOMES = {
     "DecodeStats": "stats",
     "DraftModelDrafter": "draft_model",
     "Generation": "model",
-    "HeadsConfig": "heads",
+    "HeadsConfig": "heads_config",
     "MedusaDrafter": "drafters",
     "MedusaHeads": "heads",
     "MedusaLookupDrafter": "prompt_lookup",

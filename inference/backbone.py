@@ -34,6 +34,7 @@ from medusa_train.inference.errors import UserError
 from medusa_train.inference.gguf_copy import load_through_copy
 from medusa_train.inference.grouped_attention import group_attention
 
+LONGEST_NAME = 1000  # characters of a source; file systems refuse longer ones in their own ways
 PROBE_SIZE = 32  # numbers kept to recognise a backbone
 PROBE_MIN_COSINE = 0.9  # bf16 and 8-bit copies of a model score above 0.99, a sibling of the same shape far below
 
@@ -265,6 +266,8 @@ def resolve_source(source: str) -> tuple[str, str | None]:
         if not path.is_relative_to(folder) or not path.is_file():
             raise UserError(f"backbone {source}: the package {package} has no file {inner}")
         return str(path.parent), path.name
+    if len(source) > LONGEST_NAME:
+        raise UserError(f"backbone {source[:40]}…: no folder or repository has so long a name")
     path = Path(source).expanduser()
     if source.endswith(".gguf"):
         if not path.is_file():

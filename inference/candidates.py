@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from medusa_train.inference.copies import NO_COPY, agreeing
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.inference.tree import Tree
 
 Embed = Callable[[Tensor], Tensor]  # (...) token ids -> (..., hidden), see `Backbone.embed`

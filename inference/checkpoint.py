@@ -23,10 +23,11 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from medusa_train.inference.adaptive import Calibration
-from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.backbone import LONGEST_NAME, Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json, write_tensors
-from medusa_train.inference.heads import HeadsConfig, HeadsKind, MedusaHeads, Projection
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import HeadsConfig, HeadsKind, Projection
 from medusa_train.inference.tree import Tree
 
 WEIGHTS = "medusa_lm_head.safetensors"
@@ -170,6 +171,8 @@ def local_folder(source: str | Path, patterns: Sequence[str], revision: str | No
     Raises:
         UserError: neither exists, or the Hub cannot be reached.
     """
+    if len(str(source)) > LONGEST_NAME:
+        raise UserError(f"heads {str(source)[:40]}…: no folder or repository has so long a name")
     folder = Path(source).expanduser()
     if folder.is_dir():
         if revision:
@@ -210,19 +213,19 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
         content: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError as error:
         raise UserError(f"{folder}: no {CONFIG}; name a folder that medusa-train wrote") from error
-    except json.JSONDecodeError as error:
-        raise UserError(f"{path} is not JSON ({error})") from error
+    except (ValueError, RecursionError) as error:  # of text that is not UTF-8, too
+        raise UserError(f"{path} is not JSON ({' '.join(str(error).split())[:200]})") from error
     if not isinstance(content, dict):
         raise UserError(f"{path}: expected an object of keys")
     needed = ("medusa_num_heads", "medusa_num_layers", "hidden_size", "vocab_size")
-    if missing := [key for key in needed if not isinstance(content.get(key), int)]:
+    if missing := [key for key in needed if not _is_count(content.get(key))]:
         raise UserError(f"{path}: {missing[0]} is missing or not a whole number")
     num_heads, num_layers, hidden_size, vocab_size = (int(content[key]) for key in needed)
     kind = content.get("model_type", "medusa")  # heads written elsewhere may not say
     if kind not in get_args(HeadsKind):
         raise UserError(f"{path}: model_type {kind!r}; heads are {', '.join(get_args(HeadsKind))}")
     draft_vocab_size = content.get("draft_vocab_size", 0)
-    if not isinstance(draft_vocab_size, int) or vocab_size > MOST_TOKENS:
+    if not _is_count(draft_vocab_size) or vocab_size > MOST_TOKENS:
         raise UserError(f"{path}: draft_vocab_size or vocab_size is no number of tokens")
     lm_head: Projection = "shared" if content.get("original_lm_head") else "own"
     reads_copies = content.get("reads_copies", False)
@@ -232,6 +235,10 @@ def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:
         HeadsConfig(num_heads, num_layers, hidden_size, vocab_size, draft_vocab_size, kind, lm_head, reads_copies),
         content,
     )
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) < 1 << 31
 
 
 def _check_tensors(tensors: dict[str, Tensor], config: HeadsConfig, folder: Path) -> None:

@@ -12,9 +12,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from medusa_train.inference.heads_config import MOST_COPIED
+
 NO_COPY = -1
 HEADS_NGRAMS = (4, 2)  # longest and shortest words that heads' copies are looked up by
-MOST_COPIED = 5  # tokens of a copy that are cached for training
 
 
 class NgramIndex:

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from medusa_train.inference.candidates import Embed, TreeFiller
 from medusa_train.inference.copies import HEADS_NGRAMS, NO_COPY, CopyFinder
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import difflib
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -270,6 +271,8 @@ class MedusaModel:
         """`generate` for prompts ``(T_b,)``, a block per row at a time (empty for rows that have ended)."""
         if not prompts:
             raise UserError("no prompt was given")
+        if not isinstance(max_new_tokens, int):
+            raise UserError(f"max_new_tokens must be a whole number, got {max_new_tokens}")
         if unknown := sorted(options.keys() - GenerateOptions.__annotations__.keys()):
             near = difflib.get_close_matches(unknown[0], GenerateOptions.__annotations__, n=1)
             hint = f"; did you mean {near[0]}?" if near else f"; there are {', '.join(GenerateOptions.__annotations__)}"
@@ -323,6 +326,8 @@ def make_verifier(name: VerifierName | None, temperature: float, sampling: dict[
     Raises:
         UserError: ``greedy`` with a temperature, or a sampling verifier without one.
     """
+    if math.isnan(temperature):
+        raise UserError("temperature must be a number from 0, got NaN")
     name = name or ("greedy" if temperature == 0 else "rejection")
     verifiers: dict[str, Callable[..., list[Verdict]]] = {
         "greedy": verify_greedy,

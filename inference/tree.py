@@ -44,7 +44,7 @@ class Tree:
         for path in paths:
             if len(path) > MOST_LEVELS or len(nodes) > MOST_NODES:
                 raise UserError(f"tree: it is over {MOST_LEVELS} levels deep or has over {MOST_NODES} nodes")
-            if not all(isinstance(rank, int) and rank >= 0 for rank in path):
+            if not all(type(rank) is int and rank >= 0 for rank in path):
                 raise UserError(f"tree: path {list(path)} must hold whole numbers from 0 (ranks of a head's tokens)")
             nodes.update(tuple(path[:depth]) for depth in range(1, len(path) + 1))
         return cls(tuple(sorted(nodes, key=lambda path: (len(path), path))))
@@ -142,5 +142,7 @@ class Tree:
             return cls.from_paths(content["paths"])
         except FileNotFoundError as error:
             raise UserError(f"{path}: no such file") from error
-        except (json.JSONDecodeError, KeyError, TypeError) as error:
+        except UserError as error:
+            raise UserError(f"{path}: {error}") from error
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(f'{path}: expected {{"paths": [[0], [0, 0], ...]}}') from error

@@ -214,9 +214,12 @@ def lossless(
 ) -> None:
     """Check that heads change nothing: greedy outputs token by token, sampled ones by tests of their distribution."""
     from medusa_train.eval.bench import check_name
+    from medusa_train.inference.errors import UserError
     from medusa_train.inference.files import write_json
     from medusa_train.lossless import check_lossless, lossless_text
 
+    if out and out.is_dir():
+        raise UserError(f"--out {out} is a folder; name a JSON file for the figures")
     check_name("--verifier", verifier, ("rejection", "typical"))
     check_name("--dtype", dtype, ("float32", "bfloat16", "float16"))
     result, folder = check_lossless(

@@ -154,6 +154,9 @@ def load_heads(source: str, revision: str | None, model: Any) -> Heads:
     wanted, found = (config["vocab_size"], config["hidden_size"]), tuple(output.weight.shape)
     if wanted != found:
         raise ValueError(f"the heads in {source} are for a model with an output projection of {wanted}, not {found}")
+    kind, copies = config["model_type"], config.get("reads_copies", False)
+    if kind not in ("medusa", "hydra", "recurrent") or not isinstance(copies, bool):
+        raise ValueError(f"{source}/config.json: heads of kind {kind!r} that read copies {copies!r} are not known here")
     depth, heads = max(map(len, tree["paths"]), default=0), config["medusa_num_heads"]
     if depth > heads:
         raise ValueError(f"the tree in {source} is {depth} deep, but there are {heads} heads")

@@ -32,7 +32,8 @@ from medusa_train.inference.adapter import Adapter
 from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.heads import HeadsConfig, check_embeddings
+from medusa_train.inference.heads import check_embeddings
+from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.job import Job
 from medusa_train.preflight import (
     Finding,
@@ -103,6 +104,8 @@ def examine(recipe: Recipe) -> Report:
     except UserError as error:
         report.tell("error", str(error))
         data = Data([], "the rows cannot be known", Counter())
+    if not data.rows and data.prompts in (0, None) and data.dropped:
+        report.tell("error", f"{data.origin}: no record gives a row; each one's reason stands under data, left out")
     stats = survey(data.rows, config, end_ids) if data.rows else None
     if stats is not None:
         report.findings += judge(stats, config, 0 if recipe.eval.benchmark else recipe.eval.num_prompts)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from medusa_train.inference.heads import HeadsConfig
+from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.preflight import (
     cache_bytes,
     checkpoint_bytes,

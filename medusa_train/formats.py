@@ -20,7 +20,8 @@ from medusa_train.inference.backbone import load_backbone
 from medusa_train.inference.checkpoint import CONFIG, WEIGHTS, load_heads
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_atomically, write_json, write_tensors
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import HeadsConfig
 
 Engine = Literal["vllm", "tgi", "fasterdecoding"]
 NAMES: dict[Engine, str] = {"vllm": "vLLM", "tgi": "TGI", "fasterdecoding": "FasterDecoding/Medusa"}
@@ -49,13 +50,9 @@ def export_heads(
     checkpoint = load_heads(source)
     heads, name = checkpoint.heads, NAMES[engine]
     config, base = heads.config, backbone or checkpoint.backbone_source
-    if config.kind != "medusa":
-        raise UserError(f"{source}: {name} has no {config.kind} heads; for serving, train with heads.kind=medusa")
-    if config.reads_copies:
-        raise UserError(
-            f"{source}: the heads read copies, which {name} does not look up; for serving, train with "
-            "heads.reads_copies=false"
-        )
+    if config.kind != "medusa" or config.reads_copies:
+        what = f"has no {config.kind} heads" if config.kind != "medusa" else "looks up no copies for heads to read"
+        raise UserError(f"{source}: {name} {what}; for serving, train with heads.kind=medusa heads.reads_copies=false")
     if checkpoint.adapter and not backbone:
         raise UserError(
             f"{source}: the heads are for a backbone with an adapter, which {name} does not merge; merge it "

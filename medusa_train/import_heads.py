@@ -30,7 +30,8 @@ from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.checkpoint import CONFIG, MOST_TOKENS, WEIGHTS, local_folder, save_heads
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import HeadsConfig
 
 _BASE = "base_model_name_or_path"
 _BLOCK = re.compile(r"(?:(\d{1,3})\.(\d{1,3})\.linear|blocks\.(\d{1,3})\.layers\.(\d{1,3}))\.(weight|bias)")

@@ -14,7 +14,7 @@ from transformers import AutoConfig
 from medusa_train.estimate import Shape, published_config, shape_of
 from medusa_train.inference.backbone import resolve_source
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.heads import HeadsKind
+from medusa_train.inference.heads_config import HeadsKind
 from medusa_train.preflight import cache_bytes
 from medusa_train.recipe import Recipe
 from medusa_train.recipe_reference import meaning, section_of

@@ -17,7 +17,7 @@ from medusa_train.data.hidden_states import CacheDtype, position_bytes
 from medusa_train.data.rows import SPLITS, Row, Split
 from medusa_train.data.statistics import LOOP_SHARE, learnt_ids, repeated_share
 from medusa_train.inference.checkpoint import expected_shapes
-from medusa_train.inference.heads import HeadsConfig
+from medusa_train.inference.heads_config import HeadsConfig
 
 FP32 = 4  # bytes; heads train in fp32, also under bf16 autocast
 LOSS_CHUNK = 1024  # positions of a head whose logits exist at once; see `losses.medusa_loss`

@@ -21,15 +21,18 @@ from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
     HfHubHTTPError,
+    HFValidationError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 
 import medusa_train
 from medusa_train.inference.checkpoint import CONFIG
 from medusa_train.inference.errors import UserError
 from medusa_train.release import CARD, PUBLISHED, Release, prepare_release
 
+REVISION = re.compile(r"[A-Za-z0-9][\w./-]*")
 WAITS = (2.0, 5.0, 15.0)  # seconds before a request is tried again
 LONGEST_WAIT = 300.0  # seconds; what the Hub may ask for
 TRANSIENT = (408, 429, 500, 502, 503, 504)
@@ -65,8 +68,11 @@ def publish(
         UserError: heads or repository are refused (see `release.prepare_release` and `check_repository`), or the Hub
             cannot be reached or refuses.
     """
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", repo_id):
-        raise UserError(f"repository {repo_id!r}: name it as user/repository")
+    for what, name in (("repository", repo_id), ("--backbone", backbone)):
+        if name:
+            check_repository_name(what, name)
+    if not REVISION.fullmatch(revision) or ".." in revision:
+        raise UserError(f"--revision {revision!r} is no name of a branch; use letters, digits, . _ - and /")
     if not dry_run and get_token() is None:
         raise UserError("no token for the Hub; set HF_TOKEN to one that may write, or run: hf auth login")
     release = prepare_release(heads, repo_id, backbone)
@@ -99,6 +105,20 @@ def publish(
         f"revision          {commit.oid}",
         f'load              MedusaModel.from_pretrained("{repo_id}", revision="{commit.oid}")',
     ]
+
+
+def check_repository_name(what: str, name: str) -> None:
+    """Refuse what the Hub would not take as ``user/repository``.
+
+    Raises:
+        UserError: the reason.
+    """
+    try:
+        validate_repo_id(name)
+    except HFValidationError as error:
+        raise UserError(f"{what} {name!r}: {' '.join(str(error).split())[:200]}") from error
+    if name.count("/") != 1:
+        raise UserError(f"{what} {name!r}: name it as user/repository")
 
 
 def backbone_licence(api: HfApi, release: Release) -> dict[str, str]:

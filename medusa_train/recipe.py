@@ -17,6 +17,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.heads_config import HeadsConfig
 
 if TYPE_CHECKING:
     from medusa_train.data.sources import Source
@@ -58,6 +59,12 @@ class HeadsSection(_Section):
     """Heads draft only the most frequent answer tokens; 0 for the whole vocabulary."""
     reads_copies: bool = False
     """Heads also read what followed when the text's last words came before; only this package decodes such heads."""
+
+    @model_validator(mode="after")
+    def _fit_together(self) -> HeadsSection:
+        # Of any backbone: its own sizes are not known here.
+        HeadsConfig(**dict(self), hidden_size=1, vocab_size=max(1, self.draft_vocab_size))
+        return self
 
 
 class ServerSection(_Section):

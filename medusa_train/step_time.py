@@ -13,8 +13,8 @@ from medusa_train.data.hidden_states import Shard
 from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.copies import MOST_COPIED
-from medusa_train.inference.heads import HeadsConfig, MedusaHeads
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import MOST_COPIED, HeadsConfig
 from medusa_train.joint import JointHeads
 from medusa_train.losses import LossWeights
 from medusa_train.online import OnlineHeads

@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Pre
 
 from medusa_train.cli import main
 from medusa_train.inference import HeadsConfig, MedusaHeads
-from medusa_train.inference.copies import MOST_COPIED, NO_COPY
+from medusa_train.inference.copies import NO_COPY
+from medusa_train.inference.heads_config import MOST_COPIED
 
 torch.set_num_threads(1)
 settings.register_profile("untimed", deadline=None)  # a busy machine is no failure

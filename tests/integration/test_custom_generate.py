@@ -1,6 +1,7 @@
 """`custom_generate/generate.py` in plain transformers: the output of greedy decoding, from fewer passes."""
 
 import ast
+import json
 import random
 import shutil
 import sys
@@ -170,6 +171,15 @@ def test_heads_of_another_model_are_refused(tmp_path):
     folder = published(tmp_path / "heads", random_heads(vocab_size=32), Tree.chain(2))
     with pytest.raises(ValueError, match=r"\(32, 32\), not \(64, 32\)"):
         decode(make_llama(), torch.tensor([[1, 2, 3]]), folder)
+
+
+@pytest.mark.parametrize(("key", "value"), [("reads_copies", "no"), ("model_type", "eagle")])
+def test_heads_of_an_unknown_kind_are_refused(tmp_path, key, value):
+    folder = Path(published(tmp_path / "heads", random_heads(), Tree.chain(2)))
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {key: value}))
+    with pytest.raises(ValueError, match="are not known here"):
+        decode(make_llama(), torch.tensor([[1, 2, 3]]), str(folder))
 
 
 def test_it_needs_torch_transformers_and_safetensors_alone():

@@ -55,7 +55,7 @@ def test_before_any_stage_it_tells_what_can_be_known(command, recipe, tmp_path):
     told = json.loads((tmp_path / "doctor.json").read_text())
     assert told["data"]["prompts"] == 2
     assert told["data"]["positions_at_most"] == 16
-    assert told["disk"]["cache_bytes_at_most"] == 16 * (2 * 32 + 16)
+    assert told["disk"]["cache_bytes_at_most"] == 16 * (2 * 32 + 16 + 20)
     assert told["heads"]["parameters"] == 3 * (32 * 32 + 32 + 64 * 32)
     assert told["heads"]["optimizer_bytes"] == 8 * told["heads"]["parameters"]
     assert told["backbone"]["follows_a_tree"]
@@ -101,6 +101,16 @@ def test_prompts_that_will_be_left_out_are_told(command, recipe, tmp_path):
     assert "left out: 1, no room for 8 tokens" in out
 
 
+def test_a_run_that_no_prompt_is_left_for_must_fail(command, recipe, tmp_path):
+    tools = [{"type": "function", "function": {"name": "look"}}]
+    records = [{"messages": [{"role": "user", "content": f"{word} ?"}], "tools": tools} for word in ("cat", "mat")]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    code, out, _ = command("doctor", recipe)
+    assert code == 2
+    assert "no record gives a row" in out
+    assert "left out: 2, the chat template does not show declared tools" in out
+
+
 def test_conversations_are_read_now_and_what_is_left_out_is_told(command, recipe, tmp_path):
     said = [
         {"messages": [{"role": "user", "content": f"the cat {i}"}, {"role": "assistant", "content": f"the mat {i}"}]}
@@ -133,7 +143,7 @@ def test_online_training_stores_no_training_states_and_is_timed_with_the_backbon
     )
     assert code == 0, error
     told = json.loads((tmp_path / "doctor.json").read_text())
-    assert told["disk"]["cache_bytes"] == 60 * (2 * 32 + 16)
+    assert told["disk"]["cache_bytes"] == 60 * (2 * 32 + 16 + 20)
     assert told["train"]["step_seconds_estimate"] > 0
     assert told["train"]["steps"] == 2  # one pack, two epochs
     assert told["train"]["batch_positions"] == 4 * 64

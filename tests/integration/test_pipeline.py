@@ -169,6 +169,7 @@ def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, comman
     assert_refused(command("eval", recipe_file, "eval.benchmark=spec_bnch"), "did you mean spec_bench?")
     assert_refused(command("eval", recipe_file, "eval.arms=[plain]"), "medusa must be among the arms")
     assert_refused(command("lossless", folder / "heads"), "name --prompts FILE")
+    assert_refused(command("lossless", recipe_file, *overrides, "--out", folder), "is a folder; name a JSON file")
     assert_refused(command("cost", tmp_path, "--price", 1, "--bandwidth", 1), "name a run's folder")
 
 

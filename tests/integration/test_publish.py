@@ -333,6 +333,11 @@ def test_a_backbone_that_hardly_moved_is_published_with_its_adapter(command, run
 def test_names_that_nobody_else_can_load_are_refused(command, run, hub):
     assert_refused(command("publish", run / "heads", "bob/heads"), "--backbone org/model")
     assert_refused(publish(command, run, repo="heads"), "user/repository")
+    for name in ("a/..", "../b", "a/b/c", "a/-b", "a/b.git"):
+        assert_refused(publish(command, run, repo=name), f"repository {name!r}")
+        assert_refused(publish(command, run, "--dry-run", backbone=name), f"--backbone {name!r}")
+    for branch in ("../x", "a b", "-x", ""):
+        assert_refused(publish(command, run, "--dry-run", f"--revision={branch}"), "is no name of a branch")
     assert_refused(command("publish", run, "bob/heads"), f"name its heads: {run / 'heads'}")
     assert_refused(command("publish", run / "nothing", "bob/heads"), "no such folder")
     assert hub.requests == []

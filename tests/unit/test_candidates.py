@@ -14,7 +14,8 @@ from medusa_train.eval.tree_search import MISS, best_tree, count_prefixes, expec
 from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaModel, Tree, UserError
 from medusa_train.inference.candidates import TreeFiller
 from medusa_train.inference.checkpoint import load_heads
-from medusa_train.inference.copies import MOST_COPIED, copies_in
+from medusa_train.inference.copies import copies_in
+from medusa_train.inference.heads_config import MOST_COPIED
 
 TABLE = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * 7
 EVERY_KIND = pytest.mark.parametrize("kind", KINDS)

@@ -179,3 +179,34 @@ def test_the_two_layouts_are_never_mistaken_for_each_other(tmp_path):
 def test_weights_may_be_read_by_whom_the_config_may(saved):
     modes = {(saved / name).stat().st_mode for name in (WEIGHTS, "config.json")}
     assert len(modes) == 1
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe{}", b'{"a":' + b"[" * 100_000, b"{"], ids=["utf", "deep", "cut"])
+@pytest.mark.parametrize("name", ["config.json", "tree.json"])
+def test_damaged_json_is_named_whatever_the_damage(saved, name, content):
+    (saved / name).write_bytes(content)
+    with pytest.raises(UserError, match=f"{name}"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize("value", [True, 10**400, "3", 2.0])
+@pytest.mark.parametrize("key", ["medusa_num_heads", "vocab_size"])
+def test_a_count_that_is_none_is_refused(saved, key, value):
+    edit_config(saved, **{key: value})
+    with pytest.raises(UserError, match=f"{key} is missing or not a whole number"):
+        load_heads(saved)
+
+
+@pytest.mark.parametrize("value", ["no", 1, None, []])
+def test_reading_copies_is_yes_or_no(saved, value):
+    edit_config(saved, reads_copies=value or "")
+    with pytest.raises(UserError, match="reads_copies must be true or false"):
+        load_heads(saved)
+
+
+def test_a_backbone_of_absurd_name_is_refused(saved):
+    edit_config(saved, base_model_name_or_path="a" * 5000)
+    with pytest.raises(UserError, match=r"backbone a{40}…: no folder or repository has so long a name"):
+        MedusaModel.from_pretrained(saved)
+    with pytest.raises(UserError, match=r"heads b{40}…: no folder or repository has so long a name"):
+        load_heads("b" * 5000)

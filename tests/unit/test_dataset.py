@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 from conftest import no_copies
 from medusa_train.data.dataset import IGNORED, HeadsDataset, draft_vocabulary
 from medusa_train.data.hidden_states import Shard
-from medusa_train.inference.copies import MOST_COPIED
+from medusa_train.inference.heads_config import MOST_COPIED
 
 # Span lengths, per shard.
 layouts = st.lists(st.lists(st.integers(1, 6), min_size=1, max_size=5), min_size=1, max_size=4)

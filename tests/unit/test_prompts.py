@@ -181,6 +181,11 @@ def test_declared_tools_open_the_conversation(tmp_path):
     assert conversations_of(write(tmp_path / "more.jsonl", records[:1])) == [[opening, system, USER, ASSISTANT]]
     other = {**records[0], "tools": [{"type": "function", "function": {"name": "hear", "parameters": {}}}]}
     assert len(gather(write(tmp_path / "two.jsonl", [records[0], other]))) == 2  # not duplicates
+    older = {"messages": [USER], "functions": [tools[0]["function"]]}
+    assert gather(write(tmp_path / "older.jsonl", [older])) == [Prompt.of([opening, USER])]
+    assert gather(write(tmp_path / "own.jsonl", [{"messages": prompt.messages}])) == [prompt]  # what we wrote
+    none = [{"messages": [USER], "tools": given} for given in ("[]", [], None)]
+    assert gather(write(tmp_path / "none.jsonl", none)) == [Prompt.of([USER])]
 
 
 def test_thoughts_are_kept(tmp_path):
@@ -232,6 +237,7 @@ def test_a_bad_record_stops_or_is_counted_and_the_good_ones_are_kept(tmp_path, r
     [
         ('{"prompt": "c"', "a line that is not JSON", "line 3, column 15: a line that is not JSON (Expecting ','"),
         ("[1, 2]", "a line that is not an object", "line 3: a line that is not an object"),
+        ('{"prompt": ' + "[" * 100_000, "a line of too many brackets within brackets", "line 3: a line of too many"),
         (b'{"prompt": "\xff"}', "a line that is not UTF-8", "line 3: a line that is not UTF-8"),
     ],
 )

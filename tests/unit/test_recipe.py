@@ -239,3 +239,16 @@ def test_servers_are_named_and_hold_no_secret(minimal, server, told):
     message = message_of(minimal, "data.backend=openai", f"data.server={server}").lower()
     assert told.lower() in message
     assert "secret" not in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "told"),
+    [
+        (["heads.reads_copies=true", "heads.num_heads=6"], "copies are 5 tokens long; use fewer heads"),
+        (["heads.kind=hydra", "heads.num_layers=0"], "num_layers must be at least 1 for hydra heads"),
+        (["heads.reads_copies=true", "heads.num_layers=0"], "num_layers must be at least 1 for heads that read copies"),
+        (["heads.lm_head=shared", "heads.num_layers=0"], "num_layers must be at least 1 with a shared lm_head"),
+    ],
+)
+def test_heads_that_cannot_be_are_refused_before_anything_is_made(minimal, overrides, told):
+    assert told in message_of(minimal, *overrides)

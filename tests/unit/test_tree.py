@@ -91,3 +91,18 @@ def test_chain_and_file_format(tmp_path):
     Tree.chain(2).save(tmp_path / "tree.json")
     assert json.loads((tmp_path / "tree.json").read_text()) == {"paths": [[0], [0, 0]]}
     assert torch.equal(Tree.chain(2).ancestor_mask, torch.ones(3, 3).tril().bool())
+
+
+@pytest.mark.parametrize(
+    ("paths", "told"),
+    [
+        ("[[true]]", "must hold whole numbers"),
+        ("[[-1]]", "must hold whole numbers"),
+        ("[[" + "0," * 70 + "0]]", "levels"),
+    ],
+)
+def test_a_wrong_tree_file_is_named(tmp_path, paths, told):
+    path = tmp_path / "tree.json"
+    path.write_text(f'{{"paths": {paths}}}')
+    with pytest.raises(UserError, match=rf"tree\.json: tree: .*{told}"):
+        Tree.load(path)
