@@ -29,6 +29,7 @@ class Level:
         ranks: how many of the head's best tokens are used.
         parents: ``(n,)`` each node's parent in the tree.
         lines: ``(P, depth)`` for every list of candidates, the nodes from the root to the parent that it continues.
+        above: ``(P,)`` for each of these parents, the place of its own parent among those of the level before.
         lists: ``(n,)`` the list that each node takes its token from.
         picks: ``(n,)`` its place in that list.
     """
@@ -36,6 +37,7 @@ class Level:
     ranks: int
     parents: Tensor
     lines: Tensor
+    above: Tensor
     lists: Tensor
     picks: Tensor
 
@@ -69,9 +71,10 @@ class TreeFiller:
         Returns:
             ``(B, N)`` token ids of the nodes, the root's first.
         """
-        tokens = roots[:, None].to(hidden.device)
+        tokens, states = roots[:, None].to(hidden.device), hidden[:, None]
         for head, level in enumerate(self._levels):
-            best = self._logits(hidden, tokens, head, level, copies).topk(level.ranks, dim=-1).indices
+            states, logits = self._read(states, tokens, head, level, copies)
+            best = logits.topk(level.ranks, dim=-1).indices
             tokens = torch.cat([tokens, self.heads.draft_token_ids[best[:, level.lists, level.picks]]], dim=1)
         return tokens
 
@@ -83,28 +86,35 @@ class TreeFiller:
         Args:
             temperatures: per head, divides its logits first.
         """
-        tokens = roots[:, None].to(hidden.device)
+        tokens, states = roots[:, None].to(hidden.device), hidden[:, None]
         scores = torch.zeros_like(tokens, dtype=torch.float32)
         for head, level in enumerate(self._levels):
-            logits = self._logits(hidden, tokens, head, level, copies).float() / temperatures[head]
-            best = logits.log_softmax(dim=-1).topk(level.ranks, dim=-1)
+            states, logits = self._read(states, tokens, head, level, copies)
+            best = (logits.float() / temperatures[head]).log_softmax(dim=-1).topk(level.ranks, dim=-1)
             tokens = torch.cat([tokens, self.heads.draft_token_ids[best.indices[:, level.lists, level.picks]]], dim=1)
             own = best.values[:, level.lists, level.picks]
             scores = torch.cat([scores, scores[:, level.parents] + own], dim=1)
         return tokens, scores.exp()
 
-    def _logits(self, hidden: Tensor, tokens: Tensor, head: int, level: Level, copies: Tensor | None) -> Tensor:
-        """``(B, P, V')`` one row of logits per list of candidates."""
-        lines = tokens[:, level.lines]
+    def _read(
+        self, states: Tensor, tokens: Tensor, head: int, level: Level, copies: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """``(B, P, V')``, one row of logits per list of candidates; before them the states for the next level.
+
+        A recurrent drafter goes on from the states of the level above; other heads begin with the backbone's again.
+        """
+        config, path = self.heads.config, tokens[:, level.lines]
+        recurrent = config.kind == "recurrent"
         if copies is not None:
             copies = copies[:, None].expand(-1, len(level.lines), -1)
-        before, copied = embeddings(self.heads.config, self.embed, lines, copies)
-        logits: Tensor = self.heads(hidden[:, None].expand(-1, len(level.lines), -1), head, before, copied)
-        return logits
+        before, copied = embeddings(config, self.embed, path, copies, head if recurrent else 0)
+        origin = states[:, level.above] if recurrent else states.expand(-1, len(level.lines), -1)
+        read = self.heads.read(origin, head, before, copied)
+        return read if recurrent else states, self.heads.project(read, head)
 
 
 def embeddings(
-    config: HeadsConfig, embed: Embed | None, path: Tensor, copies: Tensor | None
+    config: HeadsConfig, embed: Embed | None, path: Tensor, copies: Tensor | None, since: int = 0
 ) -> tuple[Tensor | None, Tensor | None]:
     """What heads read beside the hidden state, None for what they do not.
 
@@ -112,19 +122,21 @@ def embeddings(
         embed: the backbone's embedding.
         path: ``(..., d)`` ids of the root and the tokens after it.
         copies: ``(..., m >= d)`` what followed the root's words before, `NO_COPY` where nothing did.
+        since: the first token of the path that is wanted.
 
     Returns:
-        Embeddings ``(..., d, hidden)`` of the path, and of the copied token after each of its tokens, zeros where the
-        path is not that of the copy. Heads that do not read the path cannot know that, and are given the whole copy.
+        Embeddings ``(..., d - since, hidden)`` of the path, and of the copied token after each of its tokens, zeros
+        where the path is not that of the copy. Heads that do not read the path cannot know that, and are given the whole copy.
     """
     before = copied = None
     if config.reads_embeddings:
         assert embed is not None, "these heads read the backbone's embeddings"
     if embed is not None and config.reads_tokens:
-        before = embed(path)
+        before = embed(path[..., since:])
     if embed is not None and config.reads_copies:
         assert copies is not None, "these heads read copies"
         found = agreeing(copies, path) if config.reads_tokens else copies[..., : path.shape[-1]]
+        found = found[..., since:]
         copied = embed(found.clamp(min=0)) * (found != NO_COPY)[..., None]
     return before, copied
 
@@ -134,11 +146,13 @@ def _level(tree: Tree, depth: int, list_per_parent: bool, device: torch.device) 
     parents = [tree.parents[node] for node in nodes]
     listed = sorted(set(parents)) if list_per_parent else parents[:1]
     place = {parent: i for i, parent in enumerate(listed)}
+    before = sorted({tree.parents[node] for node, path in enumerate(tree.paths) if len(path) == depth - 1})
     picks = [tree.paths[node][-1] for node in nodes]
     return Level(
         ranks=1 + max(picks),
         parents=torch.tensor(parents, device=device),
         lines=torch.tensor([tree.ancestors[parent] for parent in listed], device=device),
+        above=torch.tensor([before.index(tree.parents[parent]) for parent in listed], device=device),
         lists=torch.tensor([place.get(parent, 0) for parent in parents], device=device),
         picks=torch.tensor(picks, device=device),
     )

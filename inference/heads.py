@@ -123,16 +123,35 @@ class MedusaHeads(nn.Module):
         Raises:
             UserError: the heads share the backbone's projection and were not given one.
         """
-        blocks = list(cast(nn.ModuleList, self.heads[min(head, self.config.weight_sets - 1)]))
-        projection = blocks.pop() if self.config.lm_head == "own" else self.shared
-        if projection is None:
-            raise UserError("these heads end in the backbone's projection; call heads.share_projection(backbone) first")
+        return self.project(self.read(hidden, head, before, copied), head)
+
+    def read(self, hidden: Tensor, head: int, before: Tensor | None = None, copied: Tensor | None = None) -> Tensor:
+        """What a head makes of a hidden state, ``(..., hidden)``; arguments as of `forward`.
+
+        A recurrent drafter goes on from where it is: instead of the hidden state it takes what an earlier call
+        returned, and then the tokens since alone.
+        """
+        blocks = list(cast(nn.ModuleList, self._weights(head)))[: self.config.num_layers]
         x = hidden
         for more in self._readings(hidden, before, copied):
             for block in blocks:
                 x, more = block(x, *more), ()
-        logits: Tensor = projection(x)
+        return x
+
+    def project(self, states: Tensor, head: int) -> Tensor:
+        """States ``(..., hidden)`` of `read` to raw projections ``(..., V')``.
+
+        Raises:
+            UserError: the heads share the backbone's projection and were not given one.
+        """
+        projection = self._weights(head)[-1] if self.config.lm_head == "own" else self.shared  # type: ignore[index]
+        if projection is None:
+            raise UserError("these heads end in the backbone's projection; call heads.share_projection(backbone) first")
+        logits: Tensor = projection(states)
         return logits
+
+    def _weights(self, head: int) -> nn.Module:
+        return self.heads[min(head, self.config.weight_sets - 1)]
 
     def _readings(self, hidden: Tensor, before: Tensor | None, copied: Tensor | None) -> list[tuple[Tensor, ...]]:
         """What the first block reads beside the state, for each time that the blocks are run."""
