@@ -126,7 +126,8 @@ def embeddings(
 
     Returns:
         Embeddings ``(..., d - since, hidden)`` of the path, and of the copied token after each of its tokens, zeros
-        where the path is not that of the copy. Heads that do not read the path cannot know that, and are given the whole copy.
+        where the path is not that of the copy. Heads that do not read the path cannot know that, and are given the
+        whole copy.
     """
     before = copied = None
     if config.reads_embeddings:
