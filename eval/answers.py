@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -66,11 +66,15 @@ class Turn:
         """The turn of one row of a run; of the time that rows take together, each has an equal share."""
         rows = len(run.ids)
         blocks = [blocks[row] for blocks in run.blocks if blocks[row].tokens]
-        # Transformers' generate tells no blocks; it takes one prompt at a time, so its counters are the row's.
-        histogram = Counter(len(block.tokens) for block in blocks[1:]) if blocks else run.stats.histogram
+        if blocks:
+            first, histogram = len(blocks[0].tokens), Counter(len(block.tokens) for block in blocks[1:])
+        elif rows == 1:  # transformers' generate tells no blocks, but counts them
+            first, histogram = run.stats.prefill_tokens, run.stats.histogram
+        else:  # of several prompts, it emits one token of each per pass
+            first, histogram = 1, Counter({1: len(run.ids[row]) - 1} if len(run.ids[row]) > 1 else {})
         return cls(
             len(run.ids[row]),
-            len(blocks[0].tokens) if blocks else run.stats.prefill_tokens,
+            first,
             run.prefill_seconds / rows,
             run.decode_seconds / rows,
             text,
@@ -84,13 +88,18 @@ class Turn:
 
 @dataclass(frozen=True)
 class Answer:
-    """What one arm said to one question in one repeat."""
+    """What one arm said to one question in one repeat.
+
+    Attributes:
+        batch_size: timed questions that were answered together; 1 also where questions are only counted.
+    """
 
     key: str
     question: str
     arm: str
     repeat: int
     turns: list[Turn]
+    batch_size: int = 1
 
     @classmethod
     def from_json(cls, record: dict[str, Any]) -> Answer:
@@ -178,7 +187,7 @@ class AnswerFile:
 
     def __init__(self, path: Path, key: str) -> None:
         self.path, self.key = path, key
-        self._found: dict[tuple[str, str, int], Answer] = {}
+        self._found: dict[tuple[str, str, int, int], Answer] = {}
         drop_torn_tail(path)
         if not path.exists():
             return
@@ -188,16 +197,16 @@ class AnswerFile:
             path.unlink()
             return
         # The last one counts: a batch of which a kill kept a part was asked again.
-        self._found = {(answer.question, answer.arm, answer.repeat): answer for answer in answers}
+        self._found = {(answer.question, answer.arm, answer.repeat, answer.batch_size): answer for answer in answers}
 
-    def get(self, question: str, arm: str, repeat: int) -> Answer | None:
-        return self._found.get((question, arm, repeat))
+    def get(self, question: str, arm: str, repeat: int, batch_size: int = 1) -> Answer | None:
+        return self._found.get((question, arm, repeat, batch_size))
 
-    def add(self, question: str, arm: str, repeat: int, turns: list[Turn]) -> Answer:
+    def add(self, question: str, arm: str, repeat: int, turns: list[Turn], batch_size: int = 1) -> Answer:
         """Keep an answer; it is on the disk when this returns."""
-        answer = Answer(self.key, question, arm, repeat, turns)
+        answer = Answer(self.key, question, arm, repeat, turns, batch_size)
         append_jsonl(self.path, [answer])
-        self._found[question, arm, repeat] = answer
+        self._found[question, arm, repeat, batch_size] = answer
         return answer
 
 
@@ -206,16 +215,33 @@ class Collected:
     """Every answer.
 
     Attributes:
-        timed: arm -> its answers to the timed questions.
+        timed: arm -> its answers to the timed questions, one at a time.
+        batched: questions together -> arm -> its answers to the timed questions that fill such batches.
         counted: needed arm -> its first answer to every question.
-        unavailable: arm -> why it has none.
+        unavailable: arm, or arm and batch -> why it has none.
         seconds: of decoding in this sitting.
     """
 
     timed: dict[str, Answers]
+    batched: dict[int, dict[str, Answers]]
     counted: dict[str, list[Answer]]
     unavailable: dict[str, str]
     seconds: float
+
+
+@dataclass(frozen=True)
+class _Round:
+    """What is asked at once; ``batch_size`` as in `Answer`."""
+
+    arm: str
+    repeat: int
+    batch: list[Question]
+    batch_size: int
+
+    @property
+    def name(self) -> str:
+        """Of what stands or falls together."""
+        return self.arm if self.batch_size == 1 else f"{self.arm}, {self.batch_size} prompts together"
 
 
 def collect(
@@ -227,6 +253,7 @@ def collect(
     kept: AnswerFile,
     needed: Collection[str] = (),
     compiled: Collection[str] = (),
+    batched: Mapping[int, Collection[str]] | None = None,
 ) -> Collected:
     """Ask what is to be timed or counted, and keep what was kept before.
 
@@ -236,61 +263,73 @@ def collect(
             fails is left out, with the reason.
         compiled: arms that answer every timed question once before it counts, because a shape is compiled when it is
             first met.
+        batched: numbers above 1 -> arms that answer so many timed questions together as well, in full batches.
     """
-    unavailable: dict[str, str] = {}
-    seconds = 0.0
-
-    def attempt(arm: str, together: Sequence[Question], budget: int) -> list[list[Turn]]:
-        try:
-            return asks[arm](together, budget)
-        except Exception as error:
-            if arm in needed:
-                raise
-            unavailable[arm] = " ".join(str(error).split())[:200] or type(error).__name__
-            return []
-
-    names, counted = list(asks), [arm for arm in asks if arm in needed]
     clocked = [questions[number] for number in timed]
-    rounds = [
-        (repeat, names[(turn + place + repeat) % len(names)], [question])
-        for repeat in range(repeats)
-        for place, question in enumerate(clocked)
-        for turn in range(len(names))
-    ]
+    rounds = _turns(list(asks), [[question] for question in clocked], repeats, 1)
+    for size, arms in (batched or {}).items():
+        full = [clocked[start : start + size] for start in range(0, len(clocked) - size + 1, size)]
+        rounds += _turns([arm for arm in asks if arm in arms], full, repeats, size)
     # Of like length, so that little of a batch is padding.
     others = [question for number, question in enumerate(questions) if number not in timed]
     others.sort(key=lambda question: len(str(question.messages)))
-    batches = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
-    rounds += [(0, arm, batch) for arm in counted for batch in batches]
-    # A batch that was kept in part is asked whole: an answer's rounding depends on what is asked with it.
-    left = [
-        (repeat, arm, batch)
-        for repeat, arm, batch in rounds
-        if any(kept.get(question.id, arm, repeat) is None for question in batch)
-    ]
-    total = sum(len(batch) for *_, batch in rounds)
+    together = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
+    counting = [_Round(arm, 0, batch, 1) for arm in asks if arm in needed for batch in together]
+    unavailable: dict[str, str] = {}
+    seconds = 0.0
+
+    def attempt(asked: _Round, batch: Sequence[Question], budget: int) -> list[list[Turn]]:
+        try:
+            return [] if asked.name in unavailable else asks[asked.arm](batch, budget)
+        except Exception as error:
+            if asked.arm in needed:
+                raise
+            unavailable[asked.name] = " ".join(str(error).split())[:200] or type(error).__name__
+            return []
+
+    def is_kept(asked: _Round) -> bool:
+        # A batch that was kept in part is asked whole: an answer's rounding depends on what is asked with it.
+        return all(kept.get(question.id, asked.arm, asked.repeat, asked.batch_size) for question in asked.batch)
+
+    left = [asked for asked in rounds + counting if not is_kept(asked)]
+    total = sum(len(asked.batch) for asked in rounds + counting)
     with tqdm(total=total, desc="answers", unit="answer") as bar:
-        bar.update(total - sum(len(batch) for *_, batch in left))
-        for arm in dict.fromkeys(arm for _, arm, _ in left):
-            if arm not in compiled:
-                attempt(arm, [replace(clocked[0], follow_ups=())], min(WARM_UP_TOKENS, max_new_tokens))
-                continue
-            for question in clocked:
-                if arm not in unavailable:
-                    attempt(arm, [question], max_new_tokens)
-        for repeat, arm, batch in left:
-            if arm not in unavailable:
-                for question, turns in zip(batch, attempt(arm, batch, max_new_tokens), strict=False):
-                    made = kept.add(question.id, arm, repeat, turns)
-                    seconds += made.prefill_seconds + made.decode_seconds
-            bar.update(len(batch))
+        bar.update(total - sum(len(asked.batch) for asked in left))
+        warmed: set[str] = set()
+        for asked in (asked for asked in rounds if asked.name in {each.name for each in left}):
+            if asked.arm in compiled and asked.repeat == 0:
+                attempt(asked, asked.batch, max_new_tokens)
+            elif asked.name not in warmed:
+                first = [replace(question, follow_ups=()) for question in asked.batch]
+                attempt(asked, first, min(WARM_UP_TOKENS, max_new_tokens))
+            warmed.add(asked.name)
+        for asked in left:
+            for question, turns in zip(asked.batch, attempt(asked, asked.batch, max_new_tokens), strict=False):
+                made = kept.add(question.id, asked.arm, asked.repeat, turns, asked.batch_size)
+                seconds += made.prefill_seconds + made.decode_seconds
+            bar.update(len(asked.batch))
 
-    def found(arm: str, chosen: Sequence[Question], repeat: int) -> list[Answer]:
-        return [answer for question in chosen if (answer := kept.get(question.id, arm, repeat))]
+    def found(asked: Iterable[_Round]) -> list[Answer]:
+        each = ((question.id, one.arm, one.repeat, one.batch_size) for one in asked for question in one.batch)
+        return [answer for key in each if (answer := kept.get(*key))]
 
-    return Collected(
-        {arm: [found(arm, clocked, repeat) for repeat in range(repeats)] for arm in names if arm not in unavailable},
-        {arm: found(arm, questions, 0) for arm in counted},
-        unavailable,
-        seconds,
-    )
+    answers: dict[int, dict[str, Answers]] = {1: {}}
+    for size in dict.fromkeys(asked.batch_size for asked in rounds):
+        arms = {asked.arm: asked.name for asked in rounds if asked.batch_size == size}
+        answers[size] = {
+            arm: [found(asked for asked in rounds if asked.name == name and asked.repeat == r) for r in range(repeats)]
+            for arm, name in arms.items()
+            if name not in unavailable
+        }
+    counted = {arm: found([_Round(arm, 0, list(questions), 1)]) for arm in asks if arm in needed}
+    return Collected(answers.pop(1), answers, counted, unavailable, seconds)
+
+
+def _turns(arms: Sequence[str], batches: Sequence[list[Question]], repeats: int, batch_size: int) -> list[_Round]:
+    """Arms take turns on every batch, in an order that rotates."""
+    return [
+        _Round(arms[(turn + place + repeat) % len(arms)], repeat, batch, batch_size)
+        for repeat in range(repeats)
+        for place, batch in enumerate(batches)
+        for turn in range(len(arms))
+    ]

@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 
+from medusa_train.eval.step_curve import timed_step_ms
 from medusa_train.inference.cpu_linear import PackedLinear
 from medusa_train.inference.errors import UserError
 
@@ -97,7 +98,7 @@ def cost_of_run(report: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
         UserError: the report lacks the steps or tokens that the model needs.
     """
     setting, speed = report["setting"], report["speed"]
-    step_ms = {row["size"]: row["step_ms"] for row in report["made"]["tree"]["result"]["sizes"]}
+    step_ms = timed_step_ms(report["made"]["tree"]["result"]["sizes"], 1)
     tokens = speed["medusa"]["tokens_per_step"]
     if tokens is None or not {1, setting["tree_size"]} <= step_ms.keys() or "pass_bytes" not in setting:
         raise UserError("the report lacks step times or tokens per step; run medusa-train tree and eval again")

@@ -18,10 +18,11 @@ from medusa_train.data.hidden_states import Shard, shard_of
 from medusa_train.data.rows import Row
 from medusa_train.eval.acceptance import Ranks, recall, replay, token_ranks
 from medusa_train.eval.answers import Answer, AnswerFile, Answers, Ask, collect, fits, local_ask, prompt_ids
-from medusa_train.eval.arms import NEED_DRAFT_MODEL, SERVER, make_decoder
+from medusa_train.eval.arms import BATCH_OF_ONE, NEED_DRAFT_MODEL, SERVER, make_decoder
 from medusa_train.eval.cost import bytes_read
 from medusa_train.eval.figures import (
     acceptance,
+    batch_speed_row,
     categories,
     part_shares,
     ratio,
@@ -35,13 +36,13 @@ from medusa_train.eval.figures import (
 )
 from medusa_train.eval.lossless import compare_outputs, read_again
 from medusa_train.eval.questions import Question, spread
+from medusa_train.eval.report import SCHEMA
 from medusa_train.eval.server import Server
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.tree import Tree
 
-SCHEMA = 3  # of report.json; grows when a key changes its meaning or goes
 PASS_TOKENS = 2048  # padded tokens of one pass when answers are read again
 
 DEFINITIONS = {
@@ -61,6 +62,8 @@ DEFINITIONS = {
     "token to the last, prefill and warm-up not in it; median over repeats, each a ratio of runs that took turns",
     "interval": "95 % percentile interval of the speedup, prompts drawn anew in pairs 2,000 times",
     "mean_prompt_speedup": "mean over prompts of tokens/s, over the same mean of the baseline: what Spec-Bench states",
+    "batches": "the same prompts and conversations, several answered together; tokens/s of all rows together, from the "
+    "first tokens to the end of the longest row; medians, lowest and highest over repeats; only full batches count",
     "overhead": "seconds per medusa step / seconds per plain step; in the model, as timed when the tree was chosen",
     "modelled speedup": "tokens per step / overhead",
     "simulated": "greedy decoding replayed on the backbone's states along its own answers to these prompts",
@@ -82,7 +85,8 @@ class Plan:
             answer the others once, to be counted.
         load_draft_model: a small model for the arms that use one; None where none is given.
         server: for the arm ``openai``.
-        step_seconds: tokens per pass -> seconds of a step, timed when the tree was chosen.
+        batch_sizes: prompts that are answered together for times; above 1, in full batches of the timed ones.
+        step_seconds: tokens per pass -> seconds of a step at batch size 1, timed when the tree was chosen.
         compared: the chosen tree beside others, as the tree stage wrote them.
     """
 
@@ -92,6 +96,7 @@ class Plan:
     max_new_tokens: int
     repeats: int
     timed: int | None
+    batch_sizes: Sequence[int]
     load_draft_model: Callable[[], Backbone | None]
     server: Server | None
     step_seconds: dict[int, float]
@@ -121,7 +126,13 @@ def evaluate(
     asks, refused = _asks(model, tokenizer, plan)
     compiled = [arm for arm in asks if model.step.compiled and not arm.startswith(("generate", SERVER))]
     timed = spread(questions, plan.timed)
-    collected = collect(asks, questions, timed, plan.max_new_tokens, plan.repeats, kept, ("medusa",), compiled)
+    wanted = sorted({size for size in plan.batch_sizes if size > 1})
+    batched = [arm for arm in asks if arm not in (*BATCH_OF_ONE, SERVER)]
+    refused |= {f"{size} prompts together": f"{len(timed)} are timed" for size in wanted if size > len(timed)}
+    collected = collect(
+        asks, questions, timed, plan.max_new_tokens, plan.repeats, kept, ("medusa",), compiled,
+        {size: batched for size in wanted if size <= len(timed)},
+    )  # fmt: skip
     answers, counted = collected.timed, collected.counted["medusa"]
     bases: dict[str, Answers | None] = {"generate": answers.get("generate"), "plain": answers.get("plain")}
     medusa, plain = answers["medusa"], bases["plain"]
@@ -173,6 +184,7 @@ def evaluate(
             row | {"replayed": replay(ranks, Tree.from_paths(row["paths"])).tokens_per_step} for row in plan.compared
         ],
         "speed": {arm: speed_row(found, bases) for arm, found in answers.items()},
+        "batches": [_batch(model.backbone, size, found) for size, found in collected.batched.items()],
         "unavailable": refused | collected.unavailable,
         "speedup": {f"over_{name}": value for name, value in over.items()},
         "overhead": None if not plain_step or not medusa_step else medusa_step / plain_step,
@@ -213,6 +225,16 @@ def _asks(model: MedusaModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) ->
         except UserError as error:
             refused[arm] = str(error)
     return asks, refused
+
+
+def _batch(backbone: Backbone, size: int, answers: dict[str, Answers]) -> dict[str, Any]:
+    """Every arm's speed with so many prompts answered together."""
+    bases = {name: answers.get(name) for name in ("generate", "plain")}
+    arms = {}
+    for arm, found in answers.items():
+        same = compare_outputs(backbone, bases["plain"][0], found[0]) if bases["plain"] else None
+        arms[arm] = batch_speed_row(found, bases) | {"identical_to_plain": same and same["identical_share"]}
+    return {"batch_size": size, "prompts": len(next(iter(answers.values()))[0]), "arms": arms}
 
 
 def rows_of(answers: Sequence[Answer]) -> list[Row]:

@@ -93,13 +93,33 @@ def speed_row(answers: Answers, bases: Mapping[str, Answers | None]) -> dict[str
     }
 
 
+def batch_speed_row(answers: Answers, bases: Mapping[str, Answers | None]) -> dict[str, Any]:
+    """An arm's time where prompts were answered together; their answers share a clock, so prompts give no interval.
+
+    Args:
+        bases: as in `speed_row`, with as many prompts together.
+    """
+    speeds = Spread.of([decode_speed(repeat) for repeat in answers])
+    return {
+        "decode_tokens_per_second": asdict(speeds),
+        "noise": (speeds.maximum - speeds.minimum) / speeds.median,
+        "tokens_per_step": tokens_per_step(answers[0]),
+        **{f"over_{name}": asdict(repeat_ratios(base, answers)) if base else None for name, base in bases.items()},
+    }
+
+
+def repeat_ratios(over: Answers, of: Answers) -> Spread:
+    """Ratio of decode speeds, repeat by repeat: each pair ran in turns."""
+    return Spread.of([decode_speed(ours) / decode_speed(base) for ours, base in zip(of, over, strict=True)])
+
+
 def speedup(over: Answers, of: Answers) -> dict[str, float | None]:
     """Both conventions' speedups.
 
     Total over total: median, minimum and maximum of the repeats, each a ratio of runs that took turns; ``low`` and
     ``high`` are the 95 % interval over prompts. The per-prompt convention with its own interval: ``mean_prompt``.
     """
-    spread = Spread.of([decode_speed(ours) / decode_speed(base) for ours, base in zip(of, over, strict=True)])
+    spread = repeat_ratios(over, of)
     together, apart = bootstrap_speedup(per_prompt(over), per_prompt(of))
     return asdict(spread) | {
         "low": together.low,
@@ -213,7 +233,10 @@ def total_tokens(answers: Sequence[Answer]) -> int:
 def warnings(report: Mapping[str, Any]) -> list[str]:
     """What a reader should know before trusting the figures of a report."""
     found = []
-    noisy = {arm: row["noise"] for arm, row in report["speed"].items() if row["noise"] > NOISY}
+    noise = {arm: row["noise"] for arm, row in report["speed"].items()}
+    for batch in report["batches"]:
+        noise |= {f"{arm} in batches of {batch['batch_size']}": row["noise"] for arm, row in batch["arms"].items()}
+    noisy = {arm: value for arm, value in noise.items() if value > NOISY}
     if noisy:
         worst = max(noisy, key=lambda arm: noisy[arm])
         found.append(

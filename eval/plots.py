@@ -21,6 +21,11 @@ def report_plots(report: Mapping[str, Any]) -> list[dict[str, str]]:
     figures = {
         "Expected tokens per step and speedup of each tree size, from exact counts on calibration answers and step "
         "times measured on this device. The ring is the chosen size.": _by_tree_size(report),
+    }
+    if report["batches"]:
+        caption = "Measured speedup where several prompts are answered together; bars reach over all repeats."
+        figures[caption] = _by_batch_size(report)
+    figures |= {
         "Rank of the token that really came, on held-out answers" + before: _head_recall(report),
         "Tokens emitted by a step.": _step_histogram(report),
     }
@@ -33,27 +38,61 @@ def report_plots(report: Mapping[str, Any]) -> list[dict[str, str]]:
 def chosen_size(report: Mapping[str, Any]) -> dict[str, Any]:
     """The row of the tree stage's table that was chosen."""
     result = report["made"]["tree"]["result"]
-    chosen: dict[str, Any] = next(row for row in result["sizes"] if row["size"] == result["chosen_size"])
+    wanted = (result["chosen_for_batch_size"], result["chosen_size"])
+    chosen: dict[str, Any] = next(row for row in result["sizes"] if (row["batch_size"], row["size"]) == wanted)
     return chosen
 
 
 def _by_tree_size(report: Mapping[str, Any]) -> Figure:
-    rows = report["made"]["tree"]["result"]["sizes"]
-    sizes = [row["size"] for row in rows]
-    plain = rows[0]["expected_tokens_per_second"]  # sizes start with the smallest, the root alone where it was timed
-    speedups = [row["expected_tokens_per_second"] / plain for row in rows]
-    figure, left = _figure("tokens per pass (tree size)")
-    left.plot(sizes, [row["expected_tokens_per_step"] for row in rows], "o-", color=GREEN)
+    chosen = chosen_size(report)
+    figure, left = _figure("tokens per pass of a row (tree size)")
+    curves: dict[int, list[dict[str, Any]]] = {}
+    for row in report["made"]["tree"]["result"]["sizes"]:
+        curves.setdefault(row["batch_size"], []).append(row)
+    ticks = [row["size"] for row in curves[1]]
+    left.plot(ticks, [row["expected_tokens_per_step"] for row in curves[1]], "o-", color=GREEN)
     left.set_ylabel("tokens per step", color=GREEN)
     right = left.twinx()
-    right.plot(sizes, speedups, "s--", color=BLUE)
-    right.set_ylabel(f"expected speedup over size {sizes[0]}", color=BLUE)
+    for number, (batch_size, rows) in enumerate(curves.items()):
+        plain = rows[0]["expected_tokens_per_second"]  # sizes start with the smallest, the root alone
+        speedups = [row["expected_tokens_per_second"] / plain for row in rows]
+        # Darker, then lighter: more rows leave less of a pass free.
+        shade = (*_rgb(BLUE), 1 - 0.6 * number / len(curves))
+        right.plot(ticks, speedups, "s--", color=shade, label=f"batch size {batch_size}")
+        if batch_size == chosen["batch_size"]:
+            place = ticks.index(chosen["size"])
+            right.plot([ticks[place]], [speedups[place]], "o", color=BLUE, markersize=14, fillstyle="none")
+    right.set_ylabel(f"expected speedup over size {ticks[0]}", color=BLUE)
     right.spines["top"].set_visible(False)
-    chosen = sizes.index(chosen_size(report)["size"])
-    right.plot([sizes[chosen]], [speedups[chosen]], "o", color=BLUE, markersize=14, fillstyle="none")
+    if len(curves) > 1:
+        right.legend(frameon=False, fontsize=8)
     left.set_xscale("log", base=2)
-    left.set_xticks(sizes, [str(size) for size in sizes])
+    left.set_xticks(ticks, [str(size) for size in ticks])
     left.minorticks_off()
+    return figure
+
+
+def _by_batch_size(report: Mapping[str, Any]) -> Figure:
+    figure, axes = _figure("prompts answered together (batch size)")
+    rows = [(1, report["speed"]["medusa"])]
+    rows += [(batch["batch_size"], batch["arms"]["medusa"]) for batch in report["batches"]]
+    for base, color, label in (
+        ("plain", GREEN, "over one-token decoding in the same loop"),
+        ("generate", BLUE, "over transformers generate"),
+    ):
+        points = [(size, row[f"over_{base}"]) for size, row in rows if row[f"over_{base}"]]
+        if points:
+            middle = [found["median"] for _, found in points]
+            below = [found["median"] - found["minimum"] for _, found in points]
+            above = [found["maximum"] - found["median"] for _, found in points]
+            sizes = [size for size, _ in points]
+            axes.errorbar(sizes, middle, yerr=[below, above], fmt="o-", color=color, label=label, capsize=3)
+    axes.axhline(1, color=GREY, linewidth=0.8, linestyle=":")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks([size for size, _ in rows], [str(size) for size, _ in rows])
+    axes.minorticks_off()
+    axes.set_ylabel("speedup of the heads")
+    axes.legend(frameon=False)
     return figure
 
 

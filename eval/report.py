@@ -15,6 +15,8 @@ from medusa_train.eval.plots import chosen_size, report_plots, tree_picture
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json, write_text
 
+SCHEMA = 4  # of report.json; grows when a key changes its meaning or goes
+
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:
     """Write the files of a report.
@@ -24,7 +26,7 @@ def write_report(folder: Path, report: dict[str, Any]) -> None:
             ``peak_memory_gb``, and ``lossless`` and ``cost`` where these were measured.
     """
     context = {"lossless": None, "cost": None} | report | {
-        "tree_given": report["made"]["tree"]["result"].get("chosen_by") == "recipe",
+        "tree_given": report["made"]["tree"]["result"]["given"],
         "expected_tokens_per_step": chosen_size(report)["expected_tokens_per_step"],
         "labels": LABELS,
         "basis": basis_text(report["setting"]),
@@ -44,7 +46,7 @@ def read_report(path: Path) -> dict[str, Any]:
     """A run's ``report.json``, named by its folder or itself.
 
     Raises:
-        UserError: it is not there, or not a report of ``medusa-train eval``.
+        UserError: it is not there, or not a report of this version's ``medusa-train eval``.
     """
     file = path / "report.json" if path.is_dir() else path
     try:
@@ -55,6 +57,8 @@ def read_report(path: Path) -> dict[str, Any]:
         raise UserError(f"{file} is not JSON ({error}); run medusa-train eval again") from error
     if not isinstance(report, dict) or not {"setting", "acceptance", "speed", "made"} <= report.keys():
         raise UserError(f"{file} is not a report of medusa-train eval")
+    if report.get("schema") != SCHEMA:
+        raise UserError(f"{file} was written by another version of medusa-train; run medusa-train eval again")
     return report
 
 

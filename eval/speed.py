@@ -198,24 +198,27 @@ def total(repeat: Sequence[Run]) -> DecodeStats:
 
 
 def measure_step_seconds(
-    model: MedusaModel, trees: Sequence[Tree], prompt: Tensor, steps: int, rounds: int
+    model: MedusaModel, cells: Sequence[tuple[Tree, int]], prompt: Tensor, steps: int, rounds: int
 ) -> list[list[float]]:
-    """Seconds of one whole step (draft, pass, verify, commit) with each tree; the root alone is plain decoding.
+    """Seconds of one whole step (draft, pass, verify, commit); the root alone is plain decoding.
 
-    Rounds go over all trees in turn, so that a burst of other work, which outlasts a step, hits them alike.
+    Rounds go over all cells in turn, so that a burst of other work, which outlasts a step, hits them alike.
+
+    Args:
+        cells: trees, each with the number of rows that decode the prompt together.
 
     Returns:
-        Per tree, the median step of every round; `step_curve.fit_step_times` makes one time of them.
+        Per cell, the median step of every round; `step_curve.fit_step_times` makes one time of them.
     """
-    medians: list[list[float]] = [[] for _ in trees]
+    medians: list[list[float]] = [[] for _ in cells]
     device = model.backbone.device
-    with tqdm(total=(rounds + 1) * len(trees), desc="step times", unit="tree") as bar:
+    with tqdm(total=(rounds + 1) * len(cells), desc="step times", unit="tree") as bar:
         for turn in range(rounds + 1):
-            for tree, found in zip(trees, medians, strict=True):
+            for (tree, rows), found in zip(cells, medians, strict=True):
                 drafter = NoDrafter() if tree.size == 1 else model.medusa_drafter(tree)
                 timed = steps if turn else 1  # the first round warms up
                 budget = timed * (tree.depth + 1) + 1
-                blocks = model.stream(prompt, budget, eos_token_ids=(), max_steps=timed, drafter=drafter)
+                blocks = model.stream_batch([prompt] * rows, budget, eos_token_ids=(), max_steps=timed, drafter=drafter)
                 marks = [now(device) for _ in blocks]
                 if turn:
                     found.append(statistics.median(b - a for a, b in pairwise(marks)))

@@ -9,8 +9,9 @@ levelled further: devices exist on which eight tokens really are cheaper than on
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 MOST_NOISE = 0.05  # beyond it the machine is too busy to call sizes equal; the best estimate is all there is
 
@@ -63,3 +64,12 @@ def level(seconds: Sequence[float], noise: float) -> list[float]:
                 break
             pools[-2:] = [joined]
     return [statistics.fmean(pool) for pool in pools for _ in pool]
+
+
+def timed_step_ms(sizes: Sequence[Mapping[str, Any]], batch_size: int) -> dict[int, float]:
+    """Tokens per pass of a row -> milliseconds of a step of so many rows.
+
+    Args:
+        sizes: the table of the tree stage, a row per tree and batch size.
+    """
+    return {row["size"]: row["step_ms"] for row in sizes if row["batch_size"] == batch_size}

@@ -119,3 +119,18 @@ def choose_tree(choices: Sequence[TreeChoice], noise: float) -> TreeChoice:
     fastest = max(choice.tokens_per_second for choice in choices)
     close = [choice for choice in choices if choice.tokens_per_second * (1 + noise) >= fastest]
     return max(close, key=lambda choice: (choice.expected_tokens, choice.tokens_per_second))
+
+
+def choice_reason(choices: Sequence[TreeChoice], chosen: TreeChoice, noise: float) -> str:
+    """Why `choose_tree` took this one, for people."""
+    fastest = max(choices, key=lambda choice: choice.tokens_per_second)
+    text = (
+        f"{chosen.tokens_per_second:.1f} expected tokens/s a row: {chosen.expected_tokens:.2f} tokens per step of "
+        f"{chosen.step_seconds * 1000:.3g} ms"
+    )
+    if chosen is fastest:
+        return f"the fastest of {len(choices)} sizes, {text}"
+    return (
+        f"{text}; {fastest.tree.size} tokens per pass come to {fastest.tokens_per_second:.1f}, within the noise of "
+        f"{noise:.1%}, with fewer tokens per step"
+    )

@@ -11,8 +11,8 @@ plain decoding, steps draft nothing for a while, then a small tree probes whethe
 
 from __future__ import annotations
 
-from bisect import bisect
-from collections.abc import Sequence
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -31,6 +31,11 @@ TRUST_DECAY = 0.95  # weight of the past, per step, in the ratio of accepted to 
 PROBE_EVERY = 16  # plain steps before a probe
 
 
+# Rows of a batch -> tokens per row and pass -> seconds of a whole step on this device. One row is always among them,
+# and so is one token, which is plain decoding; every batch knows the same sizes.
+StepSeconds = Mapping[int, Mapping[int, float]]
+
+
 @dataclass(frozen=True)
 class Calibration:
     """What adaptive drafting needs to know; measured by ``medusa-train tree``.
@@ -38,26 +43,39 @@ class Calibration:
     Attributes:
         superset: the nodes to choose from.
         temperatures: per head, divides its logits so that its probabilities are those of being right.
-        step_seconds: tokens per pass -> seconds of a whole step on this device; 1 is plain decoding.
+        step_seconds: see `StepSeconds`.
     """
 
     superset: Tree
     temperatures: tuple[float, ...]
-    step_seconds: dict[int, float]
+    step_seconds: StepSeconds
 
     def __post_init__(self) -> None:
         if len(self.temperatures) < self.superset.depth or not all(t > 0 for t in self.temperatures):
             raise UserError(f"tree: {self.superset.depth} positive temperatures are needed, got {self.temperatures}")
-        if 1 not in self.step_seconds or not all(t > 0 for t in self.step_seconds.values()):
+        if 1 not in self.step_seconds or not all(rows > 0 for rows in self.step_seconds):
+            raise UserError("tree: step_seconds must hold the times of batches, that of 1 row among them")
+        curves = list(self.step_seconds.values())
+        if any(curve.keys() != curves[0].keys() for curve in curves):
+            raise UserError("tree: step_seconds must hold the same sizes for every batch")
+        if 1 not in curves[0] or not all(t > 0 for curve in curves for t in curve.values()):
             raise UserError("tree: step_seconds must hold positive times, that of 1 token among them")
-        if max(self.step_seconds) > self.superset.size:
-            raise UserError(f"tree: step_seconds has size {max(self.step_seconds)}, the tree {self.superset.size}")
+        if max(curves[0]) > self.superset.size:
+            raise UserError(f"tree: step_seconds has size {max(curves[0])}, the tree {self.superset.size}")
+
+    @property
+    def sizes(self) -> list[int]:
+        """Tokens per row and pass whose steps were timed."""
+        return sorted(self.step_seconds[1])
 
     def to_json(self) -> dict[str, Any]:
         return {
             "superset": [list(path) for path in self.superset.paths if path],
             "temperatures": list(self.temperatures),
-            "step_seconds": {str(size): seconds for size, seconds in self.step_seconds.items()},
+            "step_seconds": {
+                str(rows): {str(size): seconds for size, seconds in curve.items()}
+                for rows, curve in self.step_seconds.items()
+            },
         }
 
     @classmethod
@@ -65,7 +83,10 @@ class Calibration:
         return cls(
             Tree.from_paths(content["superset"]),
             tuple(map(float, content["temperatures"])),
-            {int(size): float(seconds) for size, seconds in content["step_seconds"].items()},
+            {
+                int(rows): {int(size): float(seconds) for size, seconds in curve.items()}
+                for rows, curve in content["step_seconds"].items()
+            },
         )
 
 
@@ -91,11 +112,11 @@ class AdaptiveDrafter:
         if size is not None and not 2 <= size <= superset.size:
             raise UserError(f"a dynamic tree needs a size from 2 to {superset.size}, got {size}")
         self.calibration, self.size = calibration, size
-        self.max_size = size or max(calibration.step_seconds)
+        self.max_size = size or max(calibration.sizes)
         self._subtree = lru_cache(maxsize=1024)(self._make_subtree)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
-        sizes = [self.size] if self.size else sorted(self.calibration.step_seconds)
+        sizes = [self.size] if self.size else self.calibration.sizes
         chooser = SizeChooser(self.calibration.step_seconds, sizes)
         plain, find = Tree.root_only(), find_copies(self._config, len(prompts))
 
@@ -131,7 +152,7 @@ class SizeChooser:
         trust: what past passes accepted / what confidence promised; scales promised gains.
     """
 
-    def __init__(self, step_seconds: dict[int, float], sizes: Sequence[int]) -> None:
+    def __init__(self, step_seconds: StepSeconds, sizes: Sequence[int]) -> None:
         self.step_seconds, self.sizes = step_seconds, sizes
         # Ten imaginary drafts that kept their promise, so that the first few steps do not decide.
         self._accepted = self._promised = 10.0
@@ -156,29 +177,23 @@ class SizeChooser:
             return True
         return False
 
-    def seconds(self, tokens: int) -> float:
-        """Time of a step whose pass holds so many tokens, all rows together: between and beyond the measured ones.
+    def seconds(self, size: int, rows: int) -> float:
+        """Time of a step whose pass holds ``size`` tokens of each of ``rows`` rows: between and beyond the timed ones.
 
-        Weights are read once per pass and products grow with its tokens, so rows cost what nodes cost.
+        Beyond the largest timed batch, rows are taken for nodes of its trees: weights are read once per pass, and
+        products grow with its tokens, whatever row they are of.
         """
-        sizes = sorted(self.step_seconds)
-        above = bisect(sizes, tokens - 1)
-        if above == 0 or len(sizes) == 1:
-            return self.step_seconds[sizes[0]]
-        low, high = sizes[min(above, len(sizes) - 1) - 1], sizes[min(above, len(sizes) - 1)]
-        slope = (self.step_seconds[high] - self.step_seconds[low]) / (high - low)
-        if tokens > sizes[-1]:
-            # The last two may lie too close together to tell; the whole curve does not.
-            slope = (self.step_seconds[sizes[-1]] - self.step_seconds[sizes[0]]) / (sizes[-1] - sizes[0])
-            low = sizes[-1]
-        return self.step_seconds[low] + slope * (tokens - low)
+        batches = sorted(self.step_seconds)
+        if rows > batches[-1]:
+            return _read_curve(self.step_seconds[batches[-1]], size * rows / batches[-1])
+        return _read_curve({batch: _read_curve(self.step_seconds[batch], size) for batch in batches}, rows)
 
     def choose(self, chances: Sequence[Sequence[float]], rows: int = 1) -> int:
         """Tokens per row and pass, given the node chances of each active row, best first, and how many rows pass."""
         promised = {size: sum(sum(row[: size - 1]) for row in chances) / len(chances) for size in self.sizes}
         if len(self.sizes) == 1:
             return self.sizes[0]
-        speed = {size: (1 + self.trust * promised[size]) / self.seconds(size * rows) for size in self.sizes}
+        speed = {size: (1 + self.trust * promised[size]) / self.seconds(size, rows) for size in self.sizes}
         best = max(speed, key=speed.__getitem__)
         if best == 1:
             if self._resting == 1:  # the rest is over: probe with the smallest tree
@@ -189,3 +204,17 @@ class SizeChooser:
             self._resting = 0
         self._pending = promised[best]
         return best
+
+
+def _read_curve(curve: Mapping[int, float], place: float) -> float:
+    """A curve between its points, and beyond them along the slope of all of it."""
+    points = sorted(curve)
+    if place <= points[0] or len(points) == 1:
+        return curve[points[0]]
+    if place > points[-1]:
+        # The last two may lie too close together to tell; the whole curve does not.
+        slope = (curve[points[-1]] - curve[points[0]]) / (points[-1] - points[0])
+        return curve[points[-1]] + slope * (place - points[-1])
+    high = bisect_left(points, place)
+    low = points[high - 1]
+    return curve[low] + (curve[points[high]] - curve[low]) * (place - low) / (points[high] - low)

@@ -106,10 +106,17 @@ def save_heads(
         save_tree(folder, tree)
 
 
-def save_tree(folder: str | Path, tree: Tree, calibration: Calibration | None = None) -> None:
-    """Write ``tree.json``: the static tree's paths and, under ``adaptive``, what adaptive drafting needs."""
+def save_tree(
+    folder: str | Path, tree: Tree, calibration: Calibration | None = None, reason: str | None = None
+) -> None:
+    """Write ``tree.json``: the static tree's paths and, under ``adaptive``, what adaptive drafting needs.
+
+    Args:
+        reason: why this tree, for people; written as ``chosen_because``.
+    """
+    why = {"chosen_because": reason} if reason else {}
     adaptive = {"adaptive": calibration.to_json()} if calibration else {}
-    write_json(Path(folder) / TREE, tree.to_json() | adaptive)
+    write_json(Path(folder) / TREE, why | tree.to_json() | adaptive)
 
 
 def load_heads(source: str | Path, revision: str | None = None) -> Checkpoint:

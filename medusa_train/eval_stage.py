@@ -11,12 +11,14 @@ from typing import Any
 from tqdm import tqdm
 
 from medusa_train.eval.answers import AnswerFile
-from medusa_train.eval.evaluate import SCHEMA, Plan, evaluate
+from medusa_train.eval.evaluate import Plan, evaluate
 from medusa_train.eval.questions import Question, load_benchmark, load_questions, select
 from medusa_train.eval.report import read_report, write_report
 from medusa_train.eval.server import Server
+from medusa_train.eval.step_curve import timed_step_ms
 from medusa_train.inference.backbone import Backbone, load_backbone
 from medusa_train.inference.checkpoint import ADAPTER
+from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json
 from medusa_train.inference.model import MedusaModel
 from medusa_train.job import Job
@@ -46,7 +48,8 @@ def run_eval(job: Job) -> dict[str, Any]:
         timed=section.timed_questions,
         load_draft_model=partial(_load_draft_model, job),
         server=_server(section),
-        step_seconds={row["size"]: row["step_ms"] / 1000 for row in made["tree"]["result"]["sizes"]},
+        batch_sizes=section.batch_sizes,
+        step_seconds={size: ms / 1000 for size, ms in timed_step_ms(made["tree"]["result"]["sizes"], 1).items()},
         compared=made["tree"]["result"]["compared"],
     )
     kept = AnswerFile(stage / "answers.jsonl", _answers_key(job, model, plan))
@@ -106,8 +109,11 @@ def add_to_report(folder: Path, heads: str, section: str, content: dict[str, Any
     """
     write_json(folder / f"{section}.json", {"heads": heads, section: content})
     if (folder / "report.json").exists():
-        report = read_report(folder)
-        if report.get("schema") == SCHEMA:
+        try:
+            report = read_report(folder)
+        except UserError as error:
+            tqdm.write(f"{section}: kept in {folder / section}.json, but no report shows it: {error}")
+        else:
             write_report(folder, report | {section: content})
 
 

@@ -291,6 +291,8 @@ class InferenceSection(_Section):
     """Rank paths such as `[[0], [0, 0], [1]]`, or the path of a tree.json; null: chosen by measurement."""
     tree_sizes: list[int] = Field([1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
     """Tokens per pass to try, root included."""
+    batch_sizes: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
+    """Rows decoded together for which steps are timed; the tree is chosen for the first of these."""
     max_rank: int = Field(10, ge=1)
     """Best tokens of a head that a tree may use."""
     step_time_steps: int = Field(6, ge=1)
@@ -330,6 +332,8 @@ class EvalSection(_Section):
     """How many of them, spread over categories, all arms answer in all repeats; null: all. Others are only counted."""
     max_new_tokens: int | None = Field(None, ge=2)
     """Budget of an answer; null: 128, or what the benchmark says."""
+    batch_sizes: list[Annotated[int, Field(ge=1)]] = [1]
+    """Timed prompts answered together; 1 is always measured, above it speeds alone are told."""
     repeats: int = Field(3, ge=1)
     """How often everything is timed; from three on, their spread says how noisy the machine is."""
     arms: list[Arm] = ["generate", "plain", "medusa"]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from tqdm import tqdm
 
 from medusa_train.data.hidden_states import KeptStates, write_cache
@@ -17,8 +20,10 @@ from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.eval.speed import measure_step_seconds
 from medusa_train.eval.step_curve import fit_step_times
 from medusa_train.eval.tree_search import (
+    PrefixCounts,
     TreeChoice,
     best_tree,
+    choice_reason,
     choose_tree,
     count_prefixes,
     expected_tokens,
@@ -26,10 +31,12 @@ from medusa_train.eval.tree_search import (
     rank_shares,
 )
 from medusa_train.inference.adaptive import Calibration
-from medusa_train.inference.checkpoint import save_tree
+from medusa_train.inference.checkpoint import TREE, save_tree
 from medusa_train.inference.files import write_json
+from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.tree import Tree
 from medusa_train.job import Job
+from medusa_train.recipe import InferenceSection
 
 STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay in one bucket of compiled shapes
 CUSTOMARY_SIZE = 64  # tokens per pass of the list of 63 nodes that the original Medusa uses for every model
@@ -42,6 +49,8 @@ def run_tree(job: Job) -> dict[str, Any]:
     """
     section, folder = job.recipe.inference, job.folder
     stage = folder.begin("tree")
+    # What an earlier run chose is read with the heads, and this run is how a damaged file is mended.
+    (folder.heads / TREE).unlink(missing_ok=True)
     model = job.medusa_model()
     if job.recipe.lora:
         _measure_again(job)
@@ -58,69 +67,122 @@ def run_tree(job: Job) -> dict[str, Any]:
         candidates[given.size] = given
     rank_table = rank_shares(ranks.ranks, ranks.present, max_rank)
     customary = independent_tree(rank_table, CUSTOMARY_SIZE)
-    timed = dict(sorted(({customary.size: customary} | candidates).items()))
-    prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
-    rounds = measure_step_seconds(
-        model, list(timed.values()), prompt, section.step_time_steps, section.step_time_rounds
-    )
-    times = fit_step_times(rounds)
     # A tree from the recipe may use ranks that the search leaves out.
     widest = max([max_rank, *(given.ranks_needed() if given else ())])
     counted = prefixes if widest == max_rank else count_prefixes(ranks.calibration(), widest)
-    choices = {
-        size: TreeChoice(tree, expected_tokens(counted, tree), seconds)
-        for (size, tree), seconds in zip(timed.items(), times.seconds, strict=True)
-    }
-    offered = {trees[size].size for size in section.tree_sizes}
-    chosen = given or choose_tree([choices[size] for size in sorted(offered)], times.noise).tree
+    batches = list(dict.fromkeys(section.batch_sizes))
+    # So is one row, from which other numbers of rows are reckoned.
+    cells = {(rows, tree.size): tree for rows in sorted({1, *batches}) for tree in candidates.values()}
+    cells = {(batches[0], customary.size): customary} | cells
+    prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
+    ladders = _time_ladders(model, cells, counted, prompt, section)
+    offered = sorted({trees[size].size for size in section.tree_sizes})
+    best, reasons = {}, {}
+    for rows, ladder in ladders.items():
+        choices = [ladder.choices[size] for size in offered]
+        best[rows] = choose_tree(choices, ladder.noise)
+        reasons[rows] = choice_reason(choices, best[rows], ladder.noise)
+    chosen = given or best[batches[0]].tree
+    reason = "given by the recipe" if given else f"at batch size {batches[0]}, {reasons[batches[0]]}"
     largest = max(trees.values(), key=lambda tree: tree.size)
-    step_seconds = {size: choices[size].step_seconds for size in sorted(candidates) if size <= largest.size}
-    save_tree(folder.heads, chosen, Calibration(largest, fit_temperatures(model, shards), step_seconds))
+    kept = [size for size in sorted(candidates) if size <= largest.size]
+    step_seconds = {
+        rows: {size: ladder.choices[size].step_seconds for size in kept} for rows, ladder in ladders.items()
+    }
+    save_tree(folder.heads, chosen, Calibration(largest, fit_temperatures(model, shards), step_seconds), reason)
     table = [
         {
+            "batch_size": rows,
             "size": size,
-            "expected_tokens_per_step": choice.expected_tokens,
-            "step_ms": choice.step_seconds * 1000,
-            "measured_step_ms": min(found) * 1000,
-            "expected_tokens_per_second": choice.tokens_per_second,
+            "expected_tokens_per_step": ladder.choices[size].expected_tokens,
+            "step_ms": ladder.choices[size].step_seconds * 1000,
+            "measured_step_ms": ladder.measured[size] * 1000,
+            "expected_tokens_per_second": rows * ladder.choices[size].tokens_per_second,
         }
-        for (size, choice), found in zip(choices.items(), rounds, strict=True)
-        if size in candidates
+        for rows, ladder in ladders.items()
+        for size in sorted(candidates)
     ]
+    write_json(stage / "sizes.json", table)
     compared = {
         "chosen": chosen,
         "independence-greedy, same size": independent_tree(rank_table, chosen.size),
         f"exact counts, {customary.size} tokens": best_tree(prefixes, customary.size),
         f"independence-greedy, {customary.size} tokens": customary,
     }
-    write_json(stage / "sizes.json", table)
-    rows: list[dict[str, Any]] = [
-        {
-            "tree": name,
-            "size": tree.size,
-            "expected_tokens_per_step": expected_tokens(counted, tree),
-            # Step times are those of a size; few ranks may leave a tree with one that was not timed.
-            "step_ms": choices[tree.size].step_seconds * 1000 if tree.size in choices else None,
-            "paths": [list(path) for path in tree.paths if path],
-        }
-        for name, tree in compared.items()
-    ]
-    for row in rows:
-        speed = 1000 * row["expected_tokens_per_step"] / row["step_ms"] if row["step_ms"] else None
-        tqdm.write(
-            f"tree: {row['tree']}: {row['expected_tokens_per_step']:.2f} expected tokens per step"
-            + (f", {speed:.1f} tokens/s" if speed else "")
-        )
+    listed = [_listed(name, tree, counted, ladders[batches[0]]) for name, tree in compared.items()]
+    for rows, choice in best.items():
+        tqdm.write(f"tree: batch size {rows}: {choice.tree.size} tokens per pass, {reasons[rows]}")
     return {
         "chosen_size": chosen.size,
-        "chosen_by": "recipe" if given else "expected tokens per second",
-        "step_time_noise": times.noise,
+        "chosen_for_batch_size": batches[0],
+        "chosen_because": reason,
+        "given": given is not None,
+        "step_time_noise": ladders[batches[0]].noise,
         "sizes": table,
-        "compared": rows,
+        "best_sizes": [
+            {"batch_size": rows, "size": choice.tree.size, "reason": reasons[rows]} for rows, choice in best.items()
+        ],
+        "compared": listed,
         "gains": [
             [list(path), counted.counts.get(path, 0) / max(1, counted.positions)] for path in chosen.paths if path
         ],
         "calibration_positions": prefixes.positions,
+    }
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """Trees of every size at one batch size.
+
+    Attributes:
+        choices: tokens per pass of a row -> the tree, what it yields and what it costs.
+        measured: the same -> seconds of its best round, before they were levelled.
+        noise: relative error of the step times.
+    """
+
+    choices: dict[int, TreeChoice]
+    measured: dict[int, float]
+    noise: float
+
+
+def _time_ladders(
+    model: MedusaModel,
+    cells: Mapping[tuple[int, int], Tree],
+    counted: PrefixCounts,
+    prompt: Tensor,
+    section: InferenceSection,
+) -> dict[int, Ladder]:
+    """Ladders by batch size, from cells that are named by rows and size; all are timed in turns."""
+    rounds = measure_step_seconds(
+        model, [(tree, rows) for (rows, _), tree in cells.items()], prompt, section.step_time_steps,
+        section.step_time_rounds,
+    )  # fmt: skip
+    found = dict(zip(cells, rounds, strict=True))
+    ladders = {}
+    for batch in sorted({rows for rows, _ in cells}):
+        sizes = sorted(size for rows, size in cells if rows == batch)
+        times = fit_step_times([found[batch, size] for size in sizes])
+        choices = {
+            size: TreeChoice(cells[batch, size], expected_tokens(counted, cells[batch, size]), seconds)
+            for size, seconds in zip(sizes, times.seconds, strict=True)
+        }
+        ladders[batch] = Ladder(choices, {size: min(found[batch, size]) for size in sizes}, times.noise)
+    return ladders
+
+
+def _listed(name: str, tree: Tree, counted: PrefixCounts, ladder: Ladder) -> dict[str, Any]:
+    """A tree beside others, told to people at once."""
+    expected = expected_tokens(counted, tree)
+    # Step times are those of a size; few ranks may leave a tree with one that was not timed.
+    seconds = ladder.choices[tree.size].step_seconds if tree.size in ladder.choices else None
+    speed = f", {expected / seconds:.1f} tokens/s a row" if seconds else ""
+    tqdm.write(f"tree: {name}: {expected:.2f} expected tokens per step{speed}")
+    return {
+        "tree": name,
+        "size": tree.size,
+        "expected_tokens_per_step": expected,
+        "step_ms": seconds and seconds * 1000,
+        "paths": [list(path) for path in tree.paths if path],
     }
 
 

@@ -56,7 +56,8 @@ QUESTIONS = [
     Question([{"role": "user", "content": "mat and cat ?"}], (), "writing"),
 ]
 PLAN = Plan(
-    QUESTIONS, "a test", ("generate", "plain", "medusa"), 10, 2, None, lambda: None, None, {1: 0.01, TREE.size: 0.012},
+    QUESTIONS, "a test", ("generate", "plain", "medusa"), 10, 2, None, (1,), lambda: None, None,
+    {1: 0.01, TREE.size: 0.012},
     [{"tree": "chosen", "size": TREE.size, "paths": [list(path) for path in TREE.paths if path]}],
 )  # fmt: skip
 
@@ -130,6 +131,64 @@ def test_questions_that_are_not_timed_are_answered_once_by_the_heads(model, toke
               and record["arm"] == "medusa" for turn in record["turns"]]  # fmt: skip
     assert report["speed"]["medusa"]["tokens_per_step"] == pytest.approx(sum(tokens) / sum(steps))
     assert report["model"]["speedup"] == pytest.approx(sum(tokens) / sum(steps) / 1.2)
+
+
+def test_prompts_that_are_answered_together_have_speeds_of_their_own(model, tokenizer, heldout, unbroken, tmp_path):
+    path = tmp_path / "answers.jsonl"
+    arms = (*PLAN.arms, "generate-lookup")
+    report = run(model, tokenizer, heldout, path, replace(PLAN, arms=arms, batch_sizes=(1, 2, 8)))
+    (batch,) = report["batches"]
+    assert (batch["batch_size"], batch["prompts"]) == (2, 2), "full batches alone"
+    assert batch["arms"].keys() == set(PLAN.arms), "transformers' lookup takes one prompt at a time"
+    assert report["unavailable"] == {"8 prompts together": "3 are timed"}
+    records = [record for record in answers_in(path) if record["batch_size"] == 2]
+    alone = {(r["question"], r["arm"]): r for r in answers_in(path) if r["batch_size"] == 1 and r["repeat"] == 0}
+    assert len(records) == 2 * len(PLAN.arms) * PLAN.repeats
+    for record in records:
+        other = alone[record["question"], record["arm"]]
+        assert [turn["ids"] for turn in record["turns"]] == [turn["ids"] for turn in other["turns"]]
+    for arm, row in batch["arms"].items():
+        own = [record for record in records if record["arm"] == arm]
+        speeds = [
+            sum(turn["tokens"] - turn["prefill_tokens"] for record in own if record["repeat"] == r
+                for turn in record["turns"])
+            / sum(turn["decode_seconds"] for record in own if record["repeat"] == r for turn in record["turns"])
+            for r in range(PLAN.repeats)
+        ]  # fmt: skip
+        assert row["decode_tokens_per_second"]["median"] == pytest.approx(sum(speeds) / 2)
+        assert row["identical_to_plain"] == 1
+    # All else is as without them.
+    assert counts(report) | {"speed": None} == counts(unbroken[0]) | {"speed": None}
+    whole = path.read_text()
+    run(model, tokenizer, heldout, path, replace(PLAN, arms=arms, batch_sizes=(1, 2, 8)))
+    assert path.read_text() == whole, "nothing is answered twice"
+
+
+def test_an_arm_that_fails_with_several_prompts_keeps_its_own_row(model, tokenizer, heldout, tmp_path, monkeypatch):
+    def ask(decoder, backbone, tokenizer):
+        asked = local_ask(decoder, backbone, tokenizer)
+
+        def fail(questions, budget):
+            if len(questions) > 1 and budget <= 10 and decoder in lookups:
+                raise MemoryError("no room")
+            return asked(questions, budget)
+
+        return fail
+
+    lookups = []
+
+    def decode(arm, *models):
+        decoder = make_decoder(arm, *models)
+        lookups.extend([decoder] if arm == "lookup" else [])
+        return decoder
+
+    monkeypatch.setattr("medusa_train.eval.evaluate.local_ask", ask)
+    monkeypatch.setattr("medusa_train.eval.evaluate.make_decoder", decode)
+    plan = replace(PLAN, arms=("plain", "medusa", "lookup"), batch_sizes=(2,), repeats=1)
+    report = run(model, tokenizer, heldout, tmp_path / "answers.jsonl", plan)
+    assert report["unavailable"] == {"lookup, 2 prompts together": "no room"}
+    assert report["batches"][0]["arms"].keys() == {"plain", "medusa"}
+    assert "lookup" in report["speed"]
 
 
 def test_answers_that_are_not_greedy_text_are_found_by_reading_them(model, tokenizer):

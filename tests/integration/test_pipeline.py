@@ -112,7 +112,7 @@ def test_a_tree_from_the_recipe_is_used_as_it_is(recipe_file):
     job = run(recipe_file, f"inference.tree={paths}", last="tree")
     model, result = job.medusa_model(), job.folder.result("tree")["result"]
     assert model.tree == Tree.from_paths(paths)
-    assert (result["chosen_size"], result["chosen_by"]) == (8, "recipe")
+    assert (result["chosen_size"], result["given"], result["chosen_because"]) == (8, True, "given by the recipe")
     assert [row["size"] for row in result["sizes"]] == [1, 4, 8]
     assert all(row["step_ms"] > 0 for row in result["sizes"])
     # What the report expects of it counts the ranks that the search leaves out.
@@ -120,11 +120,55 @@ def test_a_tree_from_the_recipe_is_used_as_it_is(recipe_file):
     everywhere = expected_tokens(count_prefixes(ranks.calibration(), 128), model.tree)
     assert result["sizes"][2]["expected_tokens_per_step"] == everywhere
     # Adaptive drafting chooses among the measured sizes of its own superset.
-    assert sorted(model.calibration.step_seconds) == [1, 4]
+    assert model.calibration.sizes == [1, 4]
     out = model.generate(torch.tensor([1, 2, 3]), 8, drafter=model.adaptive_drafter())
     assert out.new_tokens == model.generate(torch.tensor([1, 2, 3]), 8).new_tokens
     report = run(recipe_file, f"inference.tree={paths}").folder.path / "report.html"
     assert "tree of 8 tokens per pass (given in the recipe)" in report.read_text()
+
+
+def test_a_damaged_tree_is_made_anew(recipe_file):
+    path = run(recipe_file, last="tree").folder.heads / "tree.json"
+    path.write_text('{"paths": [[0]], "adaptive": {"superset": 3}}')
+    with pytest.raises(UserError, match="run medusa-train tree again"):
+        run(recipe_file)
+    job = run(recipe_file, last="tree", overwrite=True)
+    assert job.medusa_model().calibration.sizes == [1, 4]
+
+
+def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file):
+    """Times are given, so that both batch sizes have a tree of their own."""
+
+    def choose(*batch_sizes):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(
+                "medusa_train.tree_stage.measure_step_seconds",
+                lambda model, cells, *rest: [[1e-9 * tree.size**4 if rows > 1 else 1.0] for tree, rows in cells],
+            )
+            # Rerun where only the times are others.
+            job = run(recipe_file, f"inference.batch_sizes={list(batch_sizes)}", last="tree", overwrite=bool(asked))
+        asked.append(batch_sizes)
+        told = json.loads((job.folder.heads / "tree.json").read_text())["chosen_because"]
+        return job.medusa_model(), job.folder.result("tree")["result"] | {"told": told}
+
+    asked = []
+    model, result = choose(1, 3)
+    assert {(row["batch_size"], row["size"]) for row in result["sizes"]} == {
+        (rows, size) for rows in (1, 3) for size in model.calibration.sizes
+    }
+    assert model.calibration.step_seconds.keys() == {1, 3}
+    for row in result["sizes"]:
+        assert row["step_ms"] == pytest.approx(1000 * model.calibration.step_seconds[row["batch_size"]][row["size"]])
+        assert row["expected_tokens_per_second"] == pytest.approx(
+            row["batch_size"] * 1000 * row["expected_tokens_per_step"] / row["step_ms"]
+        )
+    best = {row["batch_size"]: row["size"] for row in result["best_sizes"]}
+    assert best == {1: max(model.calibration.sizes), 3: min(model.calibration.sizes)}
+    assert (result["chosen_for_batch_size"], model.tree.size) == (1, best[1])
+    model, result = choose(3)
+    assert (result["chosen_for_batch_size"], model.tree.size) == (3, best[3])
+    assert model.calibration.step_seconds.keys() == {1, 3}
+    assert result["told"].startswith("at batch size 3, the fastest of")
 
 
 def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, command):

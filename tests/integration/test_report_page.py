@@ -63,7 +63,7 @@ def test_figures_are_drawn_and_fit(report, tmp_path, width):
     page.write_text(re.sub("<meta http-equiv[^>]*>", "", report.read_text()).replace("</body>", MEASURE + "</body>"))
     shown, _ = browse(page, tmp_path, width)
     found = json.loads(re.search("<title>(.*?)</title>", shown).group(1))
-    assert len(found["figures"]) == 5
+    assert len(found["figures"]) == 6
     for drawn_width, height, marks in found["figures"]:
         assert min(drawn_width, height) > 100
         assert marks > 5

@@ -16,11 +16,12 @@ from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibr
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
 
+TIMES = {1: {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}, 4: {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}}
 SUPERSET = Tree.from_paths([(0, 0, 0), (0, 1, 0), (1, 0), (1, 1), (2,), (0, 0, 1)])
 
 
 def calibration(**changes):
-    settings = {"superset": SUPERSET, "temperatures": (1.0, 1.5, 0.7), "step_seconds": {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}}
+    settings = {"superset": SUPERSET, "temperatures": (1.0, 1.5, 0.7), "step_seconds": TIMES}
     return Calibration(**(settings | changes))
 
 
@@ -81,7 +82,7 @@ def test_the_size_with_the_most_tokens_per_second_is_chosen():
     times = {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.5}
 
     def chosen(*chances):
-        return SizeChooser(times, [1, 2, 4, 8]).choose([list(chances) + [0.0] * (7 - len(chances))])
+        return SizeChooser({1: times}, [1, 2, 4, 8]).choose([list(chances) + [0.0] * (7 - len(chances))])
 
     assert chosen(0.05) == 1  # 1.05 / 1.1 < 1
     assert chosen(0.3) == 2  # 1.30 / 1.1 beats 1.30 / 1.3
@@ -90,20 +91,61 @@ def test_the_size_with_the_most_tokens_per_second_is_chosen():
 
 
 def test_step_times_are_read_between_and_beyond_the_measured_ones():
-    chooser = SizeChooser({1: 1.0, 2: 1.2, 4: 1.4, 8: 3.1}, [1, 2, 4, 8])
+    one = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.4, 8: 3.1}}, [1, 2, 4, 8])
     expected = {1: 1.0, 2: 1.2, 3: 1.3, 4: 1.4, 6: 2.25, 8: 3.1, 15: 5.2}  # beyond: 0.3 a token, as from 1 to 8
-    assert {tokens: chooser.seconds(tokens) for tokens in expected} == pytest.approx(expected)
-    assert SizeChooser({1: 2.0}, [1]).seconds(9) == 2.0
+    assert {size: one.seconds(size, 1) for size in expected} == pytest.approx(expected)
+    # Rows are taken for nodes where one row is all that was timed.
+    assert {rows: one.seconds(1, rows) for rows in expected} == pytest.approx(expected)
+    assert SizeChooser({1: {1: 2.0}}, [1]).seconds(9, 3) == 2.0
+
+
+def test_step_times_of_batches_are_those_that_were_timed():
+    chooser = SizeChooser(TIMES, [1, 2, 4, 8])
+    for rows, curve in TIMES.items():
+        assert {size: chooser.seconds(size, rows) for size in curve} == curve
+    assert chooser.seconds(4, 2) == pytest.approx(1.2 + (3.0 - 1.2) / 3)  # between 1 and 4 rows
+    assert chooser.seconds(4, 8) == pytest.approx(5.0)  # 8 rows of 4 tokens as 4 of 8
+    assert chooser.seconds(4, 12) == pytest.approx(5.0 + 4 * 0.5)  # beyond both: 0.5 a token of the batch of 4
+
+
+@settings(deadline=None)
+@given(
+    st.dictionaries(st.sampled_from([2, 3, 4, 8, 16]), st.floats(0.1, 5), max_size=3),
+    st.dictionaries(st.sampled_from([2, 4, 8]), st.floats(0.1, 2), min_size=1),
+    st.integers(1, 40),
+)
+def test_a_step_never_costs_less_with_more_rows_or_tokens(batches, nodes, rows):
+    """For times that grow with both, as those of any device do."""
+    times = {n: {size: 1 + b + n * c for size, c in ({1: 0.05} | nodes_in_order(nodes)).items()}
+             for n, b in ({1: 0.0} | nodes_in_order(batches)).items()}  # fmt: skip
+    chooser = SizeChooser(times, sorted(times[1]))
+    found = [[chooser.seconds(size, n) for size in sorted(times[1])] for n in range(1, rows + 1)]
+    assert all(low <= high + 1e-9 for row in found for low, high in itertools.pairwise(row))
+    assert all(low <= high + 1e-9 for column in zip(*found, strict=True) for low, high in itertools.pairwise(column))
+
+
+def nodes_in_order(values):
+    """The same keys, values summed up so that they grow."""
+    keys = sorted(values)
+    return dict(zip(keys, itertools.accumulate(values[key] for key in keys), strict=True))
 
 
 def test_rows_fill_a_pass_like_nodes():
-    times, promise = {1: 1.0, 4: 1.1, 16: 3.0}, [[0.5, 0.4, 0.3, *[0.0] * 12]]
+    times, promise = {1: {1: 1.0, 4: 1.1, 16: 3.0}}, [[0.5, 0.4, 0.3, *[0.0] * 12]]
     assert SizeChooser(times, [1, 4, 16]).choose(promise, rows=1) == 4
     assert SizeChooser(times, [1, 4, 16]).choose(promise * 16, rows=16) == 1  # 2.2 / 9.4 is below 1 / 3
 
 
+def test_the_times_of_a_batch_decide_its_size():
+    """Where a device has room for many rows, a timed batch says so, and nodes are worth their time."""
+    promise = [[0.5, 0.4, 0.3, *[0.0] * 12]] * 16
+    one = {1: 1.0, 4: 1.1, 16: 3.0}
+    assert SizeChooser({1: one}, [1, 4, 16]).choose(promise, rows=16) == 1
+    assert SizeChooser({1: one, 16: {1: 1.2, 4: 1.3, 16: 4.0}}, [1, 4, 16]).choose(promise, rows=16) == 4
+
+
 def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
-    chooser, sizes = SizeChooser({1: 1.0, 2: 1.2, 4: 1.5}, []), []
+    chooser, sizes = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.5}}, []), []
     chooser.sizes = [1, 2, 4]
     promise = [[0.6, 0.5, 0.4]]
     kept = 0  # accepted by a drafting pass
@@ -121,8 +163,9 @@ def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
 def test_a_plan_survives_saving(tmp_path):
     heads, plan = random_heads(), calibration()
     save_heads(tmp_path, heads)
-    save_tree(tmp_path, Tree.chain(2), plan)
+    save_tree(tmp_path, Tree.chain(2), plan, "it was there")
     loaded = load_heads(tmp_path)
+    assert json.loads((tmp_path / "tree.json").read_text())["chosen_because"] == "it was there"
     assert (loaded.tree, loaded.calibration) == (Tree.chain(2), plan)
     save_tree(tmp_path, Tree.chain(2))
     assert load_heads(tmp_path).calibration is None
@@ -137,8 +180,11 @@ def test_a_plan_survives_saving(tmp_path):
     [
         ({"temperatures": (1.0,)}, "3 positive temperatures"),
         ({"temperatures": (1.0, 0.0, 1.0)}, "3 positive temperatures"),
-        ({"step_seconds": {2: 1.0}}, "that of 1 token"),
-        ({"step_seconds": {1: 1.0, 64: 3.0}}, "has size 64"),
+        ({"step_seconds": {2: {1: 1.0}}}, "that of 1 row"),
+        ({"step_seconds": {1: {2: 1.0}}}, "that of 1 token"),
+        ({"step_seconds": {1: {1: 1.0, 2: 0.0}}}, "positive times"),
+        ({"step_seconds": {1: {1: 1.0}, 2: {1: 1.0, 2: 1.1}}}, "the same sizes for every batch"),
+        ({"step_seconds": {1: {1: 1.0, 64: 3.0}}}, "has size 64"),
     ],
 )
 def test_an_impossible_plan_is_refused(changes, message):

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from medusa_train.eval.compare import Measured, compare, comparison_text, judge, mean_of_histogram
-from medusa_train.eval.report import read_report
+from medusa_train.eval.report import SCHEMA, read_report
 from medusa_train.inference import UserError
 
 
@@ -109,5 +109,9 @@ def test_what_is_not_a_report_is_named(tmp_path):
     (tmp_path / "report.json").write_text("{}")
     with pytest.raises(UserError, match="not a report"):
         read_report(tmp_path)
-    (tmp_path / "report.json").write_text(json.dumps(REPORT))
-    assert read_report(tmp_path) == read_report(tmp_path / "report.json") == REPORT
+    report = REPORT | {"schema": SCHEMA}
+    (tmp_path / "report.json").write_text(json.dumps(report))
+    assert read_report(tmp_path) == read_report(tmp_path / "report.json") == report
+    (tmp_path / "report.json").write_text(json.dumps(report | {"schema": SCHEMA - 1}))
+    with pytest.raises(UserError, match="another version of medusa-train; run medusa-train eval again"):
+        read_report(tmp_path)

@@ -86,7 +86,7 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
     report = synthetic_report()
     text = page_of(tmp_path, report)
     page = Page(text)
-    assert page.tags.count("svg") == 5
+    assert page.tags.count("svg") == 6
     assert not {"script", "link", "img", "iframe"} & set(page.tags)
     assert all(address.startswith("#") for address in page.addresses)
     assert not re.search(r"url\((?!#)|@import", text)
@@ -109,6 +109,7 @@ def test_what_was_not_measured_is_never_a_number(tmp_path, no_plots):
     report["overhead"] = report["acceptance"]["tokens_per_step"] = None
     report["speed"]["medusa"] |= {"tokens_per_step": None, "ms_per_step": None, "identical_to_plain": None}
     report["categories"] = []
+    report["batches"][0]["arms"] = {"medusa": report["batches"][0]["arms"]["medusa"] | {"over_plain": None}}
     text = page_of(tmp_path, report)
     assert not re.search(r"\b1\.00\b", text)
     assert text.count("n/a") >= 10
@@ -117,6 +118,25 @@ def test_what_was_not_measured_is_never_a_number(tmp_path, no_plots):
     assert lines[0].startswith("tokens per step   n/a")
     assert lines[2].startswith("speedup           n/a over generate, n/a over")
     assert "| n/a |" in (tmp_path / "report.md").read_text()
+
+
+def test_batches_are_shown_with_the_sizes_that_suit_them(tmp_path):
+    report = synthetic_report()
+    (batch,) = report["batches"]
+    # 20 tokens a row: 20 steps of 60 ms for four rows, or 12 of 100 ms.
+    assert batch["arms"]["plain"]["decode_tokens_per_second"]["median"] == pytest.approx(80 / 1.2)
+    assert batch["arms"]["medusa"]["decode_tokens_per_second"]["median"] == pytest.approx(80 / 1.2)
+    assert batch["arms"]["medusa"]["over_plain"] == pytest.approx({"median": 1, "minimum": 1, "maximum": 1})
+    assert batch["arms"]["medusa"]["tokens_per_step"] == pytest.approx(20 / 12)
+    page = Page(page_of(tmp_path, report))
+    shown = " ".join(" ".join(page.text).split())
+    assert "Several prompts together" in shown
+    assert "for batch size 4, 1 tokens per pass are best" in shown
+    assert "batch size 4" in shown, "a curve of its own in the figure"
+    report["batches"] = []
+    page = Page(page_of(tmp_path, report))
+    assert page.tags.count("svg") == 5
+    assert "Several prompts together" not in " ".join(page.text)
 
 
 def test_sections_of_other_commands_are_shown(tmp_path, no_plots):
