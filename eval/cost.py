@@ -101,7 +101,9 @@ def cost_of_run(report: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     step_ms = timed_step_ms(report["made"]["tree"]["result"]["sizes"], 1)
     tokens = speed["medusa"]["tokens_per_step"]
     if tokens is None or not {1, setting["tree_size"]} <= step_ms.keys() or "pass_bytes" not in setting:
-        raise UserError("the report lacks step times or tokens per step; run medusa-train tree and eval again")
+        raise UserError(
+            "the report lacks step times or tokens per step; run medusa-train tree and eval with --overwrite"
+        )
     read = {"plain": setting["pass_bytes"]["backbone"], "medusa": sum(setting["pass_bytes"].values())}
     overhead = step_ms[setting["tree_size"]] / step_ms[1]
     if machine.efficiency is not None:
@@ -128,8 +130,8 @@ def cost_of_run(report: Mapping[str, Any], machine: Machine) -> dict[str, Any]:
     apart = any(abs(row["difference"] or 0) > GAP for row in rows)
     warning = (
         f"Modelled and measured tokens/s of the heads differ by more than {GAP:.0%}: beside a plain step, one with the "
-        "tree cost other than when the tree was chosen. Run medusa-train tree and eval again, and believe what was "
-        "measured."
+        "tree cost other than when the tree was chosen. Run medusa-train tree and eval with --overwrite, and believe "
+        "what was measured."
     )
     return {
         "machine": asdict(machine),

@@ -54,11 +54,11 @@ def read_report(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise UserError(f"{file}: {error.strerror}; name a run's folder or its report.json") from error
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
-        raise UserError(f"{file} is not JSON ({error}); run medusa-train eval again") from error
+        raise UserError(f"{file} is not JSON ({error}); run medusa-train eval --overwrite") from error
     if not isinstance(report, dict) or not {"setting", "acceptance", "speed", "made"} <= report.keys():
         raise UserError(f"{file} is not a report of medusa-train eval")
     if report.get("schema") != SCHEMA:
-        raise UserError(f"{file} was written by another version of medusa-train; run medusa-train eval again")
+        raise UserError(f"{file} was written by another version of medusa-train; run medusa-train eval --overwrite")
     return report
 
 

@@ -204,7 +204,9 @@ def _read_calibration(path: Path) -> Calibration | None:
     try:
         return Calibration.from_json(content) if content else None
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise UserError(f"{path}: its part 'adaptive' is damaged ({error!r}); run medusa-train tree again") from error
+        raise UserError(
+            f"{path}: its part 'adaptive' is damaged ({error!r}); run medusa-train tree --overwrite"
+        ) from error
 
 
 def _read_probe(content: dict[str, Any], folder: Path) -> tuple[float, ...] | None:

@@ -48,7 +48,9 @@ RecipeArgument = Annotated[Path, typer.Argument(help="YAML recipe.")]
 OverridesArgument = Annotated[list[str] | None, typer.Argument(help="section.field=value, any number.")]
 OutOption = Annotated[Path | None, typer.Option("--out", help="Folder of the run (output_dir).")]
 SeedOption = Annotated[int | None, typer.Option("--seed", help="Seed of the run.")]
-OverwriteOption = Annotated[bool, typer.Option("--overwrite", help="Make stages of another recipe anew.")]
+OverwriteOption = Annotated[
+    bool, typer.Option("--overwrite", help="Make stages of another recipe anew; tree and eval: also measure again.")
+]
 PlanOption = Annotated[bool, typer.Option("--plan", help="Print the resolved recipe and stop.")]
 
 

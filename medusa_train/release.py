@@ -218,7 +218,9 @@ def _report_files(report: dict[str, Any], folder: Path) -> dict[str, bytes | Pat
         try:
             write_report(Path(made), report)
         except (KeyError, TypeError, StopIteration, jinja2.UndefinedError) as error:
-            raise UserError(f"the report beside {folder} is of another version; run medusa-train eval again") from error
+            raise UserError(
+                f"the report beside {folder} is of another version; run medusa-train eval --overwrite"
+            ) from error
         content = {name: (Path(made) / name).read_bytes() for name in ("report.json", "report.html")}
     return {name: data for name, data in content.items() if name != "report.html" or len(data) <= LARGEST_PAGE}
 

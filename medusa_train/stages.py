@@ -40,11 +40,17 @@ INPUTS: dict[str, Sequence[str]] = {
 }
 
 
+MEASURING = ("tree", "eval")  # worth repeating on a quieter machine; the others would come out the same
+
+
 def run_stages(job: Job, last: str, overwrite: bool = False) -> None:
     """Run the stages up to ``last`` in their order, keeping finished ones; a line tells what became of each.
 
     Every rank of a launch calls this: rank 0 makes the prompts, all of them share out answers and hidden states, and
     train together.
+
+    Args:
+        overwrite: make stages of another recipe anew, and ``last`` if it measures times.
 
     Raises:
         UserError: the folder belongs to another recipe, or a launch of several processes asks for a stage that
@@ -52,11 +58,13 @@ def run_stages(job: Job, last: str, overwrite: bool = False) -> None:
     """
     folder, state = job.folder, PartialState()
     names = list(STAGES)[: list(STAGES).index(last) + 1]
-    if state.num_processes > 1 and last in ("tree", "eval"):
+    if state.num_processes > 1 and last in MEASURING:
         raise UserError(f"{last} measures one process; run medusa-train {last} without a launch")
     with state.main_process_first():
         if state.is_main_process:
             folder.check(names, overwrite)
+            if overwrite and last in MEASURING and folder.done(last):
+                folder.remove_from(last)
             if job.retry_failed:
                 reopen_distillation(folder, overwrite)
     if "train" in names and not folder.done("train"):

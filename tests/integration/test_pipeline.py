@@ -130,10 +130,27 @@ def test_a_tree_from_the_recipe_is_used_as_it_is(recipe_file):
 def test_a_damaged_tree_is_made_anew(recipe_file):
     path = run(recipe_file, last="tree").folder.heads / "tree.json"
     path.write_text('{"paths": [[0]], "adaptive": {"superset": 3}}')
-    with pytest.raises(UserError, match="run medusa-train tree again"):
+    with pytest.raises(UserError, match="run medusa-train tree --overwrite"):
         run(recipe_file)
     job = run(recipe_file, last="tree", overwrite=True)
     assert job.medusa_model().calibration.sizes == [1, 4]
+
+
+def test_measurements_alone_are_repeated_for_the_same_recipe(recipe_file):
+    stages = run(recipe_file).folder.path
+
+    def repeated(last):
+        before = {name: (stages / name / "run.json").stat().st_mtime_ns for name in STAGES}
+        run(recipe_file, last=last, overwrite=True)
+        return {
+            name for name in STAGES
+            if not (path := stages / name / "run.json").exists() or path.stat().st_mtime_ns != before[name]
+        }  # fmt: skip
+
+    assert repeated("eval") == {"eval"}
+    assert repeated("train") == set()
+    assert repeated("tree") == {"tree", "eval"}, "the evaluation was of the other tree"
+    assert not (stages / "eval").exists()
 
 
 def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file):

@@ -113,5 +113,5 @@ def test_what_is_not_a_report_is_named(tmp_path):
     (tmp_path / "report.json").write_text(json.dumps(report))
     assert read_report(tmp_path) == read_report(tmp_path / "report.json") == report
     (tmp_path / "report.json").write_text(json.dumps(report | {"schema": SCHEMA - 1}))
-    with pytest.raises(UserError, match="another version of medusa-train; run medusa-train eval again"):
+    with pytest.raises(UserError, match="another version of medusa-train; run medusa-train eval --overwrite"):
         read_report(tmp_path)

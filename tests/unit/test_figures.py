@@ -101,7 +101,9 @@ def test_a_report_is_flagged_where_it_should_be():
     report = synthetic_report()
     assert [text.partition(":")[0].partition(" ")[0] for text in report["warnings"]] == ["One", "openai"]
     noisy = synthetic_report(repeats=(1.0, 1.1, 0.9))
-    assert noisy["warnings"][0].startswith("Noisy machine: tokens/s of generate, plain, medusa, plain in batches of 4, ")
+    assert noisy["warnings"][0].startswith(
+        "Noisy machine: tokens/s of generate, plain, medusa, plain in batches of 4, "
+    )
     parted = copy.deepcopy(report)
     parted["model"]["difference"] = -0.2
     parted["simulated"]["difference"] = 0.06

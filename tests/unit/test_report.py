@@ -208,5 +208,5 @@ def test_another_machine_is_not_held_against_this_runs_speed():
 def test_an_older_report_has_no_cost():
     report = copy.deepcopy(synthetic_report())
     del report["setting"]["pass_bytes"]
-    with pytest.raises(UserError, match="run medusa-train tree and eval again"):
+    with pytest.raises(UserError, match="run medusa-train tree and eval with --overwrite"):
         cost_of_run(report, Machine(1.0, 1e9))
