@@ -12,6 +12,7 @@ left random.
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -211,9 +212,12 @@ def _read_calibration(path: Path) -> Calibration | None:
 
 def _read_probe(content: dict[str, Any], folder: Path) -> tuple[float, ...] | None:
     try:
-        return tuple(map(float, content.get("backbone_probe") or ())) or None
+        probe = tuple(map(float, content.get("backbone_probe") or ()))
     except (TypeError, ValueError) as error:
         raise UserError(f"{folder / CONFIG}: backbone_probe must be a list of numbers") from error
+    if not all(map(math.isfinite, probe)):  # nothing compares with NaN, so any backbone would pass
+        raise UserError(f"{folder / CONFIG}: backbone_probe must be a list of finite numbers")
+    return probe or None
 
 
 def _read_config(folder: Path) -> tuple[HeadsConfig, dict[str, Any]]:

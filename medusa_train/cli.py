@@ -16,7 +16,7 @@ import typer.core
 
 import medusa_train
 from medusa_train import data_cli, recipe_cli
-from medusa_train.reporting import reporting_errors
+from medusa_train.reporting import report_usage, reporting_errors
 
 if TYPE_CHECKING:
     from medusa_train.recipe import Recipe
@@ -528,7 +528,13 @@ def main() -> None:
     """Entry point of the ``medusa-train`` command; ``--debug`` anywhere on the line shows tracebacks."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     # A stable sort on one key: --debug may stand anywhere, typer wants a global option in front.
-    app(args=sorted(sys.argv[1:], key=lambda word: word != "--debug"))
+    words = sorted(sys.argv[1:], key=lambda word: word != "--debug")
+    try:
+        # Alone, typer would draw a box around what is wrong with a line of words.
+        sys.exit(app(args=words, standalone_mode=False))
+    except typer.TyperException as error:
+        report_usage(error)
+        sys.exit(2)
 
 
 if __name__ == "__main__":

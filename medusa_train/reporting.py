@@ -7,6 +7,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import typer
+
 from medusa_train.inference.errors import UserError
 
 
@@ -46,6 +48,16 @@ def explain(error: Exception) -> str | None:
     if isinstance(error, PermissionError):
         return f"no permission to write {error.filename}; use another --out"
     return None
+
+
+def report_usage(error: typer.TyperException) -> None:
+    """Say what is wrong with a command line, and where its help is."""
+    # A parameter's error names the parameter in its formatted message alone.
+    told = error.format_message() if isinstance(error, typer.BadParameter) else str(error)
+    message = " ".join(told.split()).removesuffix(".")
+    context = getattr(error, "ctx", None)
+    if message:  # there is none where a command without words has shown its help
+        _say(f"{message}; see {context.command_path if context else 'medusa-train'} --help")
 
 
 def _say(message: str) -> None:

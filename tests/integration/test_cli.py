@@ -151,6 +151,28 @@ def test_an_empty_prompt_file_is_refused(command, recipe, tmp_path):
     assert written(tmp_path / "run") == []
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["cost", "runs/mine", "--price", "dear", "--bandwidth", 3], ["Invalid value for '--price'", "cost --help"]),
+        (["eval"], ["Missing argument 'recipe'", "see medusa-train eval --help"]),
+        (["bench", "--prompts"], ["'--prompts' requires an argument"]),
+        (["evaluate"], ["No such command 'evaluate'"]),
+        (["--twice"], ["No such option: --twice"]),
+        (["recipe", "new"], ["Missing option '--model'", "recipe new --help"]),
+    ],
+)
+def test_a_wrong_command_line_is_told_in_one_line(command, words, told):
+    assert_refused(command(*words), *told)
+
+
+def test_a_command_without_words_shows_its_help_alone(command):
+    code, shown, error = command("data")
+    assert code == 2
+    assert "Usage: medusa-train data" in shown + error
+    assert "medusa-train: " not in error
+
+
 def test_a_corrected_mistake_needs_no_overwrite(command, recipe, tmp_path):
     assert_refused(command("prompts", recipe, "data.prompts=prompt.jsonl"), "no such file")
     code, _, error = command("prompts", recipe)

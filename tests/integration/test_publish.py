@@ -485,6 +485,7 @@ ABSURD = {
     "layers": ({"medusa_num_layers": 10**9}, {}),
     "words": ({"draft_vocab_size": "many"}, {}),
     "probe": ({"backbone_probe": "abc"}, {}),
+    "a probe of nothing": ({"backbone_probe": [float("nan")] * 16}, {}),
     "a deep tree": ({}, {"paths": [[0] * 100_000]}),
     "a wide tree": ({}, {"paths": [[i] for i in range(100_000)]}),
     "no tree at all": ({}, {"paths": 5}),
