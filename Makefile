@@ -25,11 +25,12 @@ test: $(STAMP)-dev check docs
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist worksteal
 
 # Exported heads must draft in vLLM what they draft here: same text, same accepted drafts at every depth. Answers
-# distilled from a vLLM server must be the backbone's own.
+# distilled from a vLLM server must be the backbone's own. A server with heads is an arm of an evaluation like others.
 test-vllm: $(STAMP)-dev $(VLLM)/installed
 	test -d $(RUN)/heads || $(BIN)/medusa-train quickstart --out $(RUN) $(SERVED)
 	$(BIN)/python tests/serving/check_vllm.py $(RUN) --vllm $(VLLM)/bin/python
 	$(BIN)/python tests/serving/check_distill_vllm.py $(RUN) --vllm $(VLLM)/bin/python
+	$(BIN)/python tests/serving/check_eval_vllm.py $(RUN) --vllm $(VLLM)/bin/python
 
 $(VLLM)/installed:
 	$(PYTHON) -m venv $(VLLM)

@@ -129,17 +129,20 @@ def embeddings(
         where the path is not that of the copy. Heads that do not read the path cannot know that, and are given the
         whole copy.
     """
-    before = copied = None
-    if config.reads_embeddings:
-        assert embed is not None, "these heads read the backbone's embeddings"
-    if embed is not None and config.reads_tokens:
-        before = embed(path[..., since:])
-    if embed is not None and config.reads_copies:
-        assert copies is not None, "these heads read copies"
-        found = agreeing(copies, path) if config.reads_tokens else copies[..., : path.shape[-1]]
-        found = found[..., since:]
-        copied = embed(found.clamp(min=0)) * (found != NO_COPY)[..., None]
-    return before, copied
+    if not config.reads_embeddings:
+        return None, None
+    assert embed is not None, "these heads read the backbone's embeddings"
+    wanted = path[..., since:]
+    if not config.reads_copies:
+        return embed(wanted), None
+    assert copies is not None, "these heads read copies"
+    found = (agreeing(copies, path) if config.reads_tokens else copies[..., : path.shape[-1]])[..., since:]
+    known = (found != NO_COPY)[..., None]
+    if not config.reads_tokens:
+        return None, embed(found.clamp(min=0)) * known
+    # Of both at once: a step waits for every small operation of drafting.
+    before, copied = embed(torch.cat([wanted, found.clamp(min=0)], dim=-1)).split(wanted.shape[-1], dim=-2)
+    return before, copied * known
 
 
 def _level(tree: Tree, depth: int, list_per_parent: bool, device: torch.device) -> Level:

@@ -155,17 +155,24 @@ class MedusaHeads(nn.Module):
 
     def _readings(self, hidden: Tensor, before: Tensor | None, copied: Tensor | None) -> list[tuple[Tensor, ...]]:
         """What the first block reads beside the state, for each time that the blocks are run."""
-        tokens: list[tuple[Tensor, ...]] = [()]
-        if self.config.reads_tokens:
-            assert before is not None, f"{self.config.kind} heads read the tokens before them"
-            normed = _normed(before.to(hidden))
-            tokens = [(normed.flatten(-2),)] if self.config.kind == "hydra" else [(each,) for each in normed.unbind(-2)]
-        if not self.config.reads_copies:
-            return tokens
-        assert copied is not None, "these heads read copies"
-        # As many as there are runs of the blocks: the one after every token, or the last alone.
-        copies = _normed(copied[..., -len(tokens) :, :].to(hidden)).unbind(-2)
-        return [(*more, copy) for more, copy in zip(tokens, copies, strict=True)]
+        config, reads = self.config, list[Tensor]()
+        runs = 1
+        if config.reads_tokens:
+            assert before is not None, f"{config.kind} heads read the tokens before them"
+            runs = before.shape[-2] if config.kind == "recurrent" else 1
+            reads.append(before)
+        if config.reads_copies:
+            assert copied is not None, "these heads read copies"
+            # As many as there are runs of the blocks: the one after every token, or the last alone.
+            reads.append(copied[..., -runs:, :])
+        if not reads:
+            return [()]
+        # Of both at once: a norm is a dozen small operations, and a step waits for each of them.
+        parts = list(
+            _normed(torch.cat([each.to(hidden) for each in reads], dim=-2)).split([e.shape[-2] for e in reads], -2)
+        )
+        more = [part.flatten(-2)[..., None, :] if part.shape[-2] != runs else part for part in parts]
+        return list(zip(*(part.unbind(-2) for part in more), strict=True))
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``medusa_lm_head.safetensors`` and ``config.json``; see `checkpoint.save_heads`."""

@@ -8,18 +8,12 @@ from __future__ import annotations
 
 import argparse
 import json
-import socket
-import subprocess
 import sys
 import tempfile
-import time
-import urllib.request
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from check_vllm import load_fp32, vllm_environment
+from check_vllm import load_fp32, serving
 
 from medusa_train.data import openai_backend
 from medusa_train.data.asking import Asking
@@ -33,33 +27,6 @@ from medusa_train.inference.files import write_json
 from medusa_train.recipe import Recipe
 
 NAME = "distilled"
-
-
-@contextmanager
-def serving(python: Path, model: Path) -> Iterator[str]:
-    """A vLLM server of a folder; its base URL."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [
-        python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", NAME,
-        "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port),
-    ]  # fmt: skip
-    process = subprocess.Popen(list(map(str, command)), env=vllm_environment(python))
-    url = f"http://127.0.0.1:{port}/v1"
-    try:
-        for _ in range(300):
-            if process.poll() is not None:
-                sys.exit(f"vLLM ended with exit code {process.returncode}; what it said stands above")
-            try:
-                urllib.request.urlopen(f"{url}/models", timeout=5).close()
-                break
-            except OSError:
-                time.sleep(1)
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
 
 
 def main() -> None:
@@ -92,7 +59,7 @@ def main() -> None:
 
         here = rows_of("here", answer_here(Backbone.wrap(model), 16, None))
         found: dict[str, dict[str, Row]] = {}
-        with serving(options.vllm, folder / "backbone") as url:
+        with serving(options.vllm, folder / "backbone", NAME) as url:
             for api in ("completions", "chat"):
                 found[api] = rows_of(api, answer_by_servers(Servers([url], NAME, api), limits))
             openai_backend.PLAIN_EXTRA["return_token_ids"] = False

@@ -10,9 +10,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import subprocess
 import sys
 import tempfile
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +70,34 @@ def vllm_environment(python: Path) -> dict[str, str]:
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1"),
         "LD_PRELOAD": str(python.parent.parent / "lib" / "libiomp5.so"),
     }
+
+
+@contextmanager
+def serving(python: Path, model: Path, name: str, speculation: dict[str, Any] | None = None) -> Iterator[str]:
+    """A vLLM server of a folder; its base URL."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    command = [
+        python, "-m", "vllm.entrypoints.openai.api_server", "--model", model, "--served-model-name", name,
+        "--dtype", "float32", "--enforce-eager", "--max-model-len", "1024", "--host", "127.0.0.1", "--port", str(port),
+    ]  # fmt: skip
+    command += ["--speculative-config", json.dumps(speculation)] if speculation else []
+    process = subprocess.Popen(list(map(str, command)), env=vllm_environment(python))
+    url = f"http://127.0.0.1:{port}/v1"
+    try:
+        for _ in range(300):
+            if process.poll() is not None:
+                sys.exit(f"vLLM ended with exit code {process.returncode}; what it said stands above")
+            try:
+                urllib.request.urlopen(f"{url}/models", timeout=5).close()
+                break
+            except OSError:
+                time.sleep(1)
+        yield url
+    finally:
+        process.terminate()
+        process.wait()
 
 
 def run_vllm(python: Path, job: dict[str, Any]) -> dict[str, Any]:
