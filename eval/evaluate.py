@@ -17,8 +17,9 @@ from medusa_train.data.chat import Span
 from medusa_train.data.hidden_states import Shard, shard_of
 from medusa_train.data.rows import Row
 from medusa_train.eval.acceptance import Ranks, recall, replay, token_ranks
-from medusa_train.eval.answers import Answer, AnswerFile, Answers, Ask, collect, fits, local_ask, prompt_ids
+from medusa_train.eval.answers import Answer, AnswerFile, Answers, Ask, fits, local_ask, prompt_ids
 from medusa_train.eval.arms import BATCH_OF_ONE, NEED_DRAFT_MODEL, SERVER, make_decoder
+from medusa_train.eval.collect import collect
 from medusa_train.eval.cost import bytes_read
 from medusa_train.eval.figures import (
     acceptance,
