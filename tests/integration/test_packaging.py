@@ -1,6 +1,7 @@
 """What is released: a source archive from which a wheel is made, which installs as one package that works."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -115,3 +116,10 @@ def test_the_metadata_say_what_is_tested(released):
     )
     assert "License-File: LICENSE\n" in metadata
     assert "# medusa-train" in metadata, "the README is the description"
+
+
+def test_tools_check_for_the_oldest_python():
+    oldest, *_ = re.findall(r":: Python :: (3\.\d+)", "\n".join(PROJECT["project"]["classifiers"]))
+    assert PROJECT["project"]["requires-python"] == f">={oldest}"
+    assert PROJECT["tool"]["mypy"]["python_version"] == oldest
+    assert PROJECT["tool"]["ruff"]["target-version"] == f"py{oldest.replace('.', '')}"
