@@ -10,15 +10,17 @@ template is given them apart from the turns, as transformers has it.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import lru_cache
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import PreTrainedTokenizerBase
+from transformers.utils.chat_template_utils import render_jinja_template
 
+from medusa_train.data.encoding import encode_marked, encode_texts
 from medusa_train.inference.backbone import load_tokenizer
 from medusa_train.inference.errors import UserError
 
@@ -26,7 +28,6 @@ Message = Mapping[str, Any]
 Span = tuple[int, int]
 _SENTINEL = "Zq7xWkV9"  # text that no template contains, to find where a user's words go
 TOOLS = "tools"  # role, and key of the declarations
-SHORT = 1000  # characters of a piece that is remembered; bounds the memory that this takes
 _MARKS = re.compile(r"\{%-?\s*generation\s*-?%\}")
 
 
@@ -51,7 +52,7 @@ def load_chat_tokenizer(source: str, template_file: str | None = None) -> PreTra
 
 def render_prompt(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> list[int]:
     """Token ids of a conversation up to and including the opening of the assistant's next turn."""
-    return _encode(tokenizer, [_apply(tokenizer, messages, add_generation_prompt=True)])[0]
+    return encode_texts(tokenizer, [_apply(tokenizer, messages, add_generation_prompt=True)])[0]
 
 
 def user_turn_opening(tokenizer: PreTrainedTokenizerBase, system: str | None = None) -> tuple[list[int], int]:
@@ -72,7 +73,7 @@ def user_turn_opening(tokenizer: PreTrainedTokenizerBase, system: str | None = N
         raise UserError(
             "the chat template has no mark around a user's turn, so prompts cannot be synthesized; name a file"
         )
-    opening, closing = _encode(tokenizer, [before, behind.strip()])
+    opening, closing = encode_texts(tokenizer, [before, behind.strip()])
     return opening, closing[0]
 
 
@@ -128,21 +129,30 @@ def _marked_spans(
     tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], _: Sequence[int]
 ) -> tuple[list[int], list[Span]]:
     """What the template marks, each span up to its turn's end token whether or not the marks hold that."""
-    encoded = _call(tokenizer, messages, return_dict=True, return_assistant_tokens_mask=True)
-    ids, mask = list(encoded["input_ids"]), encoded["assistant_masks"]
+    text, marked = _render_marks(tokenizer, messages)
+    ids, runs = encode_marked(tokenizer, text, marked)
     ends = _end_ids(tokenizer, tokenizer.get_chat_template(), tokenizer.eos_token_id)
     spans: list[Span] = []
-    start = 0
-    while start < len(ids):
-        if not mask[start]:
-            start += 1
-            continue
-        behind = next((i for i in range(start, len(ids)) if not mask[i]), len(ids))
+    for start, behind in runs:
         # Marks stop before the end token in some templates, and behind the newline that follows it in others.
         end = next((i + 1 for i in range(start, min(behind + 1, len(ids))) if ids[i] in ends), behind)
         spans.append((start, end))
-        start = max(behind, end)
     return ids, spans
+
+
+def _render_marks(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]) -> tuple[str, list[Span]]:
+    """A rendered conversation, and the characters of it that the template marks.
+
+    `apply_chat_template` tells of the marks by token only, and takes three times as long.
+    """
+    turns, tools = _turns(tokenizer, messages)
+    given = [{name: value for name, value in turn.items() if value is not None} for turn in turns]
+    with _refusal():
+        texts, marked = render_jinja_template(
+            [given], tools=tools, chat_template=tokenizer.get_chat_template(tools=tools),
+            return_assistant_tokens_mask=True, **tokenizer.special_tokens_map,
+        )  # fmt: skip
+    return texts[0], marked[0]
 
 
 def _spans_by_prefixes(
@@ -151,7 +161,7 @@ def _spans_by_prefixes(
     """What an answer adds to the rendering of a conversation that waits for it."""
     openings = [_opening(tokenizer, messages[:turn]) for turn in turns]
     answered = [_apply(tokenizer, messages[: turn + 1]) for turn in turns]
-    encoded = _encode(tokenizer, openings + answered)
+    encoded = encode_texts(tokenizer, openings + answered)
     opened, closed = encoded[: len(turns)], encoded[len(turns) :]
     text, ids = answered[-1], closed[-1]
     ends = _end_ids(tokenizer, tokenizer.get_chat_template(), tokenizer.eos_token_id)
@@ -160,7 +170,7 @@ def _spans_by_prefixes(
         start, answer = len(opened[number]), closed[number]
         end = next((i + 1 for i in range(start, len(answer)) if answer[i] in ends), None)
         if end is None:  # no turn ends with a token; space behind the words is the template's
-            end = _common_prefix(answer, _encode(tokenizer, [answered[number].rstrip()])[0])
+            end = _common_prefix(answer, encode_texts(tokenizer, [answered[number].rstrip()])[0])
         same = text.startswith(openings[number]) and ids[:start] == opened[number] and ids[:end] == answer[:end]
         if not same and turn == turns[-1]:
             raise UserError(
@@ -204,70 +214,38 @@ def _end_ids(tokenizer: PreTrainedTokenizerBase, template: str, eos_id: int | No
     messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _SENTINEL}]
     closing = _apply(tokenizer, messages).partition(_SENTINEL)[2].strip()
     # Words that a template puts behind a turn may also stand within one, so they end nothing.
-    return frozenset(ends.union(set(_encode(tokenizer, [closing])[0][:1]) & set(tokenizer.added_tokens_decoder)))
-
-
-def _encode(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> list[list[int]]:
-    """Token ids of texts that share much, such as a conversation and its beginnings.
-
-    The template writes the special tokens itself; letting the tokenizer add its own would double the first one.
-    """
-    if not tokenizer.is_fast:
-        encoded: list[list[int]] = tokenizer(list(texts), add_special_tokens=False)["input_ids"]
-        return encoded
-    # A fast tokenizer cuts texts at special tokens before anything else, so a piece between two of them has the same
-    # ids wherever it stands, and is encoded once.
-    vocabulary = len(tokenizer)
-    cuts = _cuts(tokenizer, vocabulary)
-    cut = [cuts.split(text) for text in texts]
-    backend = tokenizer.backend_tokenizer
-    backend.no_truncation()  # its file, or a call before, may have set these
-    backend.no_padding()
-    ids = {
-        piece: (_short_piece_ids if len(piece) <= SHORT else _piece_ids)(tokenizer, vocabulary, piece)
-        for piece in dict.fromkeys(piece for text in cut for piece in text)
-    }
-    return [list(chain.from_iterable(map(ids.__getitem__, text))) for text in cut]
-
-
-def _piece_ids(tokenizer: PreTrainedTokenizerBase, _: int, piece: str) -> tuple[int, ...]:
-    # Without offsets, which would take a third of the time.
-    return tuple(tokenizer.backend_tokenizer.encode_batch_fast([piece], add_special_tokens=False)[0].ids)
-
-
-# What the template writes itself (a default system prompt, the opening of a turn) comes again in every conversation.
-_short_piece_ids = lru_cache(maxsize=256)(_piece_ids)
-
-
-@lru_cache(maxsize=8)
-def _cuts(tokenizer: PreTrainedTokenizerBase, vocabulary: int) -> re.Pattern[str]:
-    """The places before special tokens; not before those that take the space in front of them along."""
-    added = [token.content for token in tokenizer.added_tokens_decoder.values()]
-    tokens = [
-        token.content
-        for token in tokenizer.added_tokens_decoder.values()
-        if token.special
-        and not (token.lstrip or token.normalized)
-        and not any(token.content in other[1:] for other in added)  # a place before it may be one within another
-    ]
-    longest_first = sorted(tokens, key=len, reverse=True)
-    return re.compile(f"(?={'|'.join(map(re.escape, longest_first))})" if tokens else "(?!)")
+    return frozenset(ends.union(set(encode_texts(tokenizer, [closing])[0][:1]) & set(tokenizer.added_tokens_decoder)))
 
 
 def _apply(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], add_generation_prompt: bool = False) -> str:
-    return str(_call(tokenizer, messages, tokenize=False, add_generation_prompt=add_generation_prompt))
+    turns, tools = _turns(tokenizer, messages)
+    with _refusal():
+        return str(
+            tokenizer.apply_chat_template(
+                turns, tools=tools, tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        )
 
 
-def _call(tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message], **options: Any) -> Any:
+def _turns(
+    tokenizer: PreTrainedTokenizerBase, messages: Sequence[Message]
+) -> tuple[list[dict[str, Any]], list[Any] | None]:
+    """The turns of a conversation, and the tools that it declares."""
+    tools = None
     if messages and messages[0]["role"] == TOOLS:
         if not _shows_tools(tokenizer, str(tokenizer.get_chat_template())):
             raise UserError(
                 "the chat template does not show declared tools, so the model would not know what it calls; leave out "
                 "'tools', or name a template that does with backbone.chat_template"
             )
-        options["tools"], messages = messages[0][TOOLS], messages[1:]
+        tools, messages = messages[0][TOOLS], messages[1:]
+    return [dict(message) for message in messages], tools
+
+
+@contextmanager
+def _refusal() -> Iterator[None]:
     try:
-        return tokenizer.apply_chat_template([dict(message) for message in messages], **options)
+        yield
     except (jinja2.TemplateError, ValueError, TypeError, KeyError, AttributeError) as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"the chat template refuses the conversation: {reason}") from error

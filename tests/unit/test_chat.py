@@ -125,8 +125,8 @@ def test_special_tokens_come_from_the_template_alone(tokenizer):
     assert render_prompt(tokenizer, [QUESTION]) == plain
 
 
-def test_texts_are_neither_cut_nor_padded_whatever_the_tokenizers_file_says(tokenizer):
-    plain = encode_conversation(tokenizer, [QUESTION, ANSWER])
+def test_texts_are_neither_cut_nor_padded_whatever_the_tokenizers_file_says(tokenizer, tiny_chat_folder):
+    plain = encode_conversation(load_chat_tokenizer(str(tiny_chat_folder)), [QUESTION, ANSWER])
     tokenizer.backend_tokenizer.enable_truncation(4)
     tokenizer.backend_tokenizer.enable_padding(length=64)
     assert encode_conversation(tokenizer, [QUESTION, ANSWER]) == plain

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from medusa_train.data.chat import encode_conversation, render_prompt
@@ -415,13 +415,51 @@ WAYS_TO_MARK = {
 }
 
 
+def marked_as(way: str, family: str = "chatml") -> PreTrainedTokenizerFast:
+    """A tokenizer of a family of ChatML turns whose template marks answers in one of the ways."""
+    tokenizer = make_tokenizer(family)
+    turn = "{% if m.role == 'assistant' %}" + WAYS_TO_MARK[way] + "{% else %}" + UNMARKED + "{% endif %}"
+    tokenizer.chat_template = FAMILIES[family].template.replace(UNMARKED, turn)
+    return tokenizer
+
+
 @pytest.mark.parametrize("way", WAYS_TO_MARK)
 def test_marks_of_the_template_give_the_same_mask_and_always_the_end_token(way):
-    tokenizer = make_tokenizer("chatml")
-    turn = "{% if m.role == 'assistant' %}" + WAYS_TO_MARK[way] + "{% else %}" + UNMARKED + "{% endif %}"
-    tokenizer.chat_template = CHATML.replace(UNMARKED, turn)
+    tokenizer = marked_as(way)
     assert_golden(tokenizer, FIRST + SECOND, TWO_TURNS["chatml"])
     assert_golden(tokenizer, FIRST[1:] + SECOND, GREETED["chatml"])
+
+
+MARKS_TOOLS = (
+    "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' %}{% generation %}{{ m.thinking }}{{ m.content }}{{ 'name' in m }}{% endgeneration %}"
+    "{% else %}{{ m.content }}{{ bos_token }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("way", ["words", "tools"])
+@pytest.mark.parametrize("answer", [{}, {"reasoning_content": "A cat?", "name": None}, {"content": "  It  is\n\n"}])
+def test_what_is_marked_is_what_transformers_marks(way, answer):
+    tokenizer = marked_as("words")
+    if way == "tools":
+        tokenizer.chat_template = MARKS_TOOLS
+    messages = [SYSTEM, FIRST[0], {**FIRST[1], **answer}, *SECOND]
+    tools = DECLARED["tools"] if way == "tools" else None
+    theirs = tokenizer.apply_chat_template(messages, tools=tools, return_assistant_tokens_mask=True)
+    ids, spans = encode_conversation(tokenizer, [DECLARED, *messages] if tools else messages)
+    assert ids == theirs["input_ids"]
+    # They leave out the end token, which these marks do not hold.
+    learnt = {place for start, end in spans for place in range(start, end - 1)}
+    assert [place in learnt for place in range(len(ids))] == list(map(bool, theirs["assistant_masks"]))
+
+
+def test_a_run_of_spaces_does_not_part_an_answer():
+    """Nor where the tokenizer tells of such tokens that they begin and end at one place."""
+    tokenizer = marked_as("words")
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(add_prefix_space=False, trim_offsets=True)
+    said = [FIRST[0], {"role": "assistant", "content": "It   is     a cat."}]
+    start, *_ = TWO_TURNS["chatml"]
+    assert_golden(tokenizer, said, [start, Learnt("It   is     a cat.<|im_end|>"), "\n"])
 
 
 def test_marks_are_believed_where_prefixes_say_otherwise():
