@@ -23,19 +23,28 @@ def conversation_row(
     calibration_share: float,
     heldout_share: float,
 ) -> Row:
-    """The row of a conversation, cut at ``max_length`` tokens.
+    """The row of a conversation, cut at ``max_length`` tokens; it finishes by ``length`` if that cuts an answer.
 
     Raises:
         UserError: there is nothing to learn from it.
     """
     ids, spans = encode_conversation(tokenizer, messages)
-    spans = [(start, min(end, max_length)) for start, end in spans if start < max_length]
-    if not spans:
+    reached = [(start, end) for start, end in spans if start < max_length]
+    if not reached:
         raise UserError("no assistant token before data.max_length")
+    *whole, (start, end) = reached
+    finish_reason = "length" if end > max_length else "given"
     first = next(turn for turn, message in enumerate(messages) if message["role"] == "assistant")
     # By the prompt, so that two answers to one question never stand on both sides of the split.
     split = split_of(Prompt.of(messages[:first]).id, calibration_share, heldout_share)
-    return Row(Prompt.of(messages).id, split, [dict(m) for m in messages[:first]], ids[:max_length], spans, "given")
+    return Row(
+        id=Prompt.of(messages).id,
+        split=split,
+        messages=[dict(message) for message in messages[:first]],
+        input_ids=ids[:max_length],
+        spans=[*whole, (start, min(end, max_length))],
+        finish_reason=finish_reason,
+    )
 
 
 def conversation_rows(

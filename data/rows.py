@@ -52,7 +52,8 @@ class Row:
         messages: what stands before the last answer, for people.
         input_ids: prompt and answer.
         spans: ``[start, end)`` of the ids that carry loss.
-        finish_reason: ``stop`` or ``length`` for a distilled answer, ``given`` for a conversation from a file.
+        finish_reason: of a distilled answer ``stop`` or ``length``; of a conversation from a file ``given``, or
+            ``length`` where its last answer was cut.
         temperature: that of a distilled answer.
         mismatch: why the ids may not be those that the model wrote (its text was tokenized again); None if they are.
     """
