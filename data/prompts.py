@@ -27,6 +27,7 @@ def gather_prompts(
     on_bad: OnBad,
     skipped: Counter[str],
     check: Callable[[Prompt], None] = lambda prompt: None,
+    seen: set[int] | None = None,
 ) -> Iterator[Prompt]:
     """Distinct prompts of the sources, in their order; with ``count``, a sample of so many.
 
@@ -36,11 +37,12 @@ def gather_prompts(
     Args:
         skipped: gets the records that are left out, by reason.
         check: raises `BadRecord` for a prompt that cannot be used.
+        seen: gets the `prompt_key` of every prompt that was read, and holds those that are not taken again.
 
     Raises:
         UserError: a source cannot be read, or none holds a prompt.
     """
-    seen: set[int] = set()
+    seen = set() if seen is None else seen
 
     def make(record: Mapping[str, Any]) -> Prompt:
         prompt = prompt_from(record)
@@ -49,14 +51,14 @@ def gather_prompts(
 
     def distinct(source: Source) -> Iterator[Prompt]:
         for prompt in read_source(source, make, on_bad, skipped):
-            key = _point(normalized(prompt))
+            key = prompt_key(prompt)
             if key in seen:
                 skipped[REPEATED] += 1
             else:
                 seen.add(key)
                 yield prompt
 
-    for source, share in zip(sources, _shares(sources, count), strict=True):
+    for source, share in zip(sources, shares_of([source.weight for source in sources], count), strict=True):
         taken = 0
         for prompt in distinct(source) if share is None else _sample(distinct(source), share, seed):
             taken += 1
@@ -128,6 +130,11 @@ def normalized(prompt: Prompt) -> str:
     return "\n".join(" ".join(text.lower().split()) for text in texts)
 
 
+def prompt_key(prompt: Prompt) -> int:
+    """A number that prompts have in common if their texts are equal up to case and spaces."""
+    return _point(normalized(prompt))
+
+
 def load_conversations(
     sources: Sequence[Source], on_bad: OnBad = "stop", skipped: Counter[str] | None = None
 ) -> Iterator[Messages]:
@@ -151,14 +158,13 @@ def _finished(record: Mapping[str, Any]) -> Messages:
     return messages
 
 
-def _shares(sources: Sequence[Source], count: int | None) -> list[int | None]:
+def shares_of(weights: Sequence[float], count: int | None) -> list[int | None]:
     """How many prompts of each source; the largest remainders are rounded up, so that they add up to ``count``."""
     if count is None:
-        return [None] * len(sources)
-    total = sum(source.weight for source in sources)
-    exact = [count * source.weight / total for source in sources]
+        return [None] * len(weights)
+    exact = [count * weight / sum(weights) for weight in weights]
     shares = [int(share) for share in exact]
-    by_remainder = sorted(range(len(sources)), key=lambda place: shares[place] - exact[place])
+    by_remainder = sorted(range(len(weights)), key=lambda place: shares[place] - exact[place])
     for place in by_remainder[: count - sum(shares)]:
         shares[place] += 1
     return list(shares)

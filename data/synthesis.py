@@ -7,7 +7,7 @@ training data. That needs no prompt file, and the prompts come from the model's 
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerBase
 
 from medusa_train.data.chat import user_turn_opening
 from medusa_train.data.generation import generate_batch
-from medusa_train.data.prompts import normalized
+from medusa_train.data.prompts import normalized, prompt_key
 from medusa_train.data.rows import Prompt, append_jsonl, drop_torn_tail, read_prompts
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
@@ -42,6 +42,7 @@ def synthesize_prompts(
     batch_size: int,
     seed: int,
     topics: Sequence[str] = (),
+    taken: Container[int] = frozenset(),
 ) -> None:
     """Let the backbone write user turns into ``path`` until it holds ``count``; continues what is there.
 
@@ -50,6 +51,7 @@ def synthesize_prompts(
 
     Args:
         topics: what the turns are about, in rotation; the model is told in a system prompt that is not kept.
+        taken: `prompt_key` of prompts from elsewhere, which are not written again.
 
     Raises:
         UserError: the model does not write enough usable prompts.
@@ -77,7 +79,9 @@ def synthesize_prompts(
                     continue  # a fragment: it never ended its turn
                 text = tokenizer.decode(ids[:-1], skip_special_tokens=True).strip()
                 prompt = Prompt.of([{"role": "user", "content": text}])
-                if kept + len(fresh) < count and is_whole(text) and seen.add(normalized(prompt)):
+                if kept + len(fresh) == count or not is_whole(text) or prompt_key(prompt) in taken:
+                    continue
+                if seen.add(normalized(prompt)):
                     fresh.append(prompt)
             append_jsonl(path, fresh)
             kept += len(fresh)

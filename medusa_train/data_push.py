@@ -21,6 +21,7 @@ from medusa_train.data.rows import SPLITS, open_rows
 from medusa_train.data.statistics import RowsSummary, percentiles, summarize
 from medusa_train.inference.errors import UserError
 from medusa_train.publish import hub_errors, patiently
+from medusa_train.recipe import SYNTHESIZE
 from medusa_train.release import CARD, without_paths
 
 FILES = {split: f"{split}.jsonl" for split in SPLITS}
@@ -174,10 +175,8 @@ def _card(record: dict[str, Any], summary: RowsSummary, stage: Path, repo_id: st
 
 
 def _prompts(given: str | list[dict[str, Any]]) -> str:
-    if given == "synthesize":
-        return "written by the backbone itself"
     names = [given] if isinstance(given, str) else [source["path"] for source in given]
-    return ", ".join(without_paths(name) for name in names)
+    return ", ".join("written by the backbone itself" if name == SYNTHESIZE else without_paths(name) for name in names)
 
 
 def _read_record(stage: Path) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -19,13 +19,14 @@ from medusa_train.data.distill import Backend, check_splits, distill, failures
 from medusa_train.data.hidden_states import KeptStates, is_whole, read_cache, shard_path, write_cache
 from medusa_train.data.journal import ROWS
 from medusa_train.data.prompts import check_prompt, gather_prompts, load_conversations, names_of
-from medusa_train.data.rows import SPLITS, Row, Split, append_jsonl, open_prompts, open_rows, read_prompts
+from medusa_train.data.rows import SPLITS, Prompt, Row, Split, append_jsonl, open_prompts, open_rows, read_prompts
 from medusa_train.data.synthesis import synthesize_prompts
 from medusa_train.data.transformers_backend import answer_here
 from medusa_train.inference.backbone import Limits, read_limits
 from medusa_train.inference.errors import UserError
 from medusa_train.job import Job
 from medusa_train.preflight import cache_bytes
+from medusa_train.recipe import SYNTHESIZE
 from medusa_train.run_folder import RunFolder
 
 ROWS_PER_SHARD = 64
@@ -38,26 +39,61 @@ def run_prompts(job: Job) -> dict[str, Any]:
     if data.conversations:
         return {"prompts": 0, "source": names_of(data.sources("conversations"))}
     tokenizer = job.tokenizer  # first: it is small, and may have no chat template
-    if data.prompts == "synthesize":
-        topics = _topics(data.prompt_topics)
-        synthesize_prompts(
-            job.backbone, tokenizer, path, data.num_prompts or 1000, data.prompt_max_tokens,
-            data.prompt_temperature, data.prompt_top_k, data.batch_size, job.recipe.seed, topics,
-        )  # fmt: skip
-        return {"prompts": len(read_prompts(path)), "source": "synthesize"}
-    sources, skipped = data.sources("prompts"), Counter[str]()
+    sources, synthesized = data.sources("prompts"), data.synthesized
+    if synthesized and (found := namesake()):
+        tqdm.write(f"prompts: {found}")
+    if not sources:
+        _synthesize(job, path, synthesized, frozenset())
+        return {"prompts": len(read_prompts(path)), "source": SYNTHESIZE}
+    skipped, seen = Counter[str](), set[int]()
     path.unlink(missing_ok=True)
-    prompts = gather_prompts(
-        sources, data.num_prompts, job.recipe.seed, data.on_bad_rows, skipped, partial(check_prompt, tokenizer)
+    rest = None if data.num_prompts is None else data.num_prompts - synthesized
+    written = _append(
+        path,
+        gather_prompts(
+            sources, rest, job.recipe.seed, data.on_bad_rows, skipped, partial(check_prompt, tokenizer), seen
+        ),
     )
-    written = 0
-    while some := list(islice(prompts, 1000)):
-        append_jsonl(path, some)
-        written += len(some)
     if skipped:
         tqdm.write(f"prompts: records left out: {tell(skipped)}")
+    result: dict[str, Any] = {"prompts": written, "source": names_of(sources)}
+    if synthesized:
+        # Behind the files, so that hours of writing are not lost on a bad record; in a file of its own, so that what
+        # was written before a kill stays while the files are read again.
+        own = path.with_name("synthesized.jsonl")
+        _synthesize(job, own, synthesized, seen)
+        written += _append(path, open_prompts(own))
+        result |= {"prompts": written, "source": f"{names_of(sources)}, {SYNTHESIZE}", "synthesized": synthesized}
     left_out = {"left_out": skipped.total(), "reasons": skipped.most_common()} if skipped else {}
-    return {"prompts": written, "source": names_of(sources), **left_out}
+    return result | left_out
+
+
+def _synthesize(job: Job, path: Path, count: int, taken: Container[int]) -> None:
+    data = job.recipe.data
+    topics = _topics(data.prompt_topics)
+    synthesize_prompts(
+        job.backbone, job.tokenizer, path, count, data.prompt_max_tokens, data.prompt_temperature, data.prompt_top_k,
+        data.batch_size, job.recipe.seed, topics, taken,
+    )  # fmt: skip
+
+
+def namesake() -> str | None:
+    """What to tell of a file or folder that has the name of prompts which the backbone writes."""
+    if not Path(SYNTHESIZE).exists():
+        return None
+    return (
+        f"data.prompts={SYNTHESIZE} lets the backbone write prompts; what has this name here is not read, name it "
+        f"./{SYNTHESIZE} for that"
+    )
+
+
+def _append(path: Path, prompts: Iterable[Prompt]) -> int:
+    """Write prompts a thousand at a time; returns how many there were."""
+    written, waiting = 0, iter(prompts)
+    while some := list(islice(waiting, 1000)):
+        append_jsonl(path, some)
+        written += len(some)
+    return written
 
 
 def _topics(given: list[str] | str | None) -> list[str]:

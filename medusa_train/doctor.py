@@ -26,6 +26,7 @@ from transformers import (
 from medusa_train.data.chat import has_marks, load_chat_tokenizer
 from medusa_train.data.packing import PackedRows
 from medusa_train.data.statistics import pieces_of
+from medusa_train.data_stages import namesake
 from medusa_train.doctor_data import Data, find_data
 from medusa_train.estimate import heads_config, training_positions, weight_bytes, written_tokens
 from medusa_train.inference.adapter import Adapter
@@ -110,6 +111,8 @@ def examine(recipe: Recipe) -> Report:
     if stats is not None:
         report.findings += judge(stats, config, 0 if recipe.eval.benchmark else recipe.eval.num_prompts)
         report.example = pieces_of(next((row for row in data.rows if row.split == "train"), data.rows[0]), tokenizer)
+    if not recipe.data.conversations and recipe.data.synthesized and (found := namesake()):
+        report.tell("warning", found)
     _tokenizer_notes(tokenizer, report)
     backbone = _report_backbone(recipe, skeleton, device, dtype, report)
     _report_heads(recipe, config, report)

@@ -59,8 +59,8 @@ def find_data(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, max_positions:
         data = _scan_conversations(recipe, tokenizer)
     elif prompts_path.exists():
         data = _scan_prompts(recipe, tokenizer, max_positions, read_prompts(prompts_path), str(prompts_path))
-    elif section.prompts == "synthesize":
-        data = Data([], "the backbone will write the prompts", Counter(), section.num_prompts or 1000)
+    elif not section.sources("prompts"):
+        data = Data([], "the backbone will write the prompts", Counter(), section.synthesized)
     else:
         data = _scan_prompt_sources(recipe, tokenizer, max_positions)
     if rows:
@@ -93,9 +93,12 @@ def _scan_prompt_sources(recipe: Recipe, tokenizer: PreTrainedTokenizerBase, max
         prompts += islice(found, LOOK_AT)
     looked = _looked(sources, len(prompts) + dropped.total())
     if section.num_prompts:
-        prompts = prompts[: section.num_prompts]
+        prompts = prompts[: section.num_prompts - section.synthesized]
     data = _scan_prompts(recipe, tokenizer, max_positions, prompts, looked)
     data.dropped += dropped
+    if section.synthesized:
+        data.origin += f", and the backbone will write {section.synthesized:,} prompts"
+        data.prompts = (data.prompts or 0) + section.synthesized
     return data
 
 

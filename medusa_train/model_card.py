@@ -9,6 +9,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from medusa_train.eval.report import summary_markdown
 from medusa_train.inference.files import write_text
+from medusa_train.recipe import SYNTHESIZE
 
 _CARD = """\
 # Medusa heads for {backbone}
@@ -148,7 +149,7 @@ def model_card(report: dict[str, Any], where: str, licence: dict[str, str] | Non
 def is_hub_id(source: str) -> bool:
     """Whether a source of a backbone or of prompts is a repository on the Hub, and not on this machine."""
     is_file = source.endswith((".gguf", ".json", ".jsonl", ".parquet", ".csv")) or Path(source).exists()
-    return source != "synthesize" and source.count("/") <= 1 and not source.startswith((".", "/", "~")) and not is_file
+    return source != SYNTHESIZE and source.count("/") <= 1 and not source.startswith((".", "/", "~")) and not is_file
 
 
 def tokens_per_step(report: dict[str, Any]) -> float:
@@ -174,7 +175,10 @@ def _data(made: dict[str, Any]) -> str:
     positions, rows = train["result"]["positions"], made["distill"]["result"]["rows"]
     if train["recipe"]["data"]["conversations"]:
         return f"{positions:,} positions of {rows} given conversations ({source})."
-    by = "prompts that it wrote too" if source == "synthesize" else f"prompts of {source}"
+    names = source.split(", ")
+    read = ", ".join(name for name in names if name != SYNTHESIZE)
+    kinds = [f"prompts of {read}"] * bool(read) + ["prompts that it wrote too"] * (SYNTHESIZE in names)
+    by = " and ".join(kinds)
     return f"{positions:,} positions of {rows} answers that the backbone wrote itself ({by})."
 
 

@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from medusa_train.data.sources import Source
 
 
+SYNTHESIZE = "synthesize"  # the source of prompts that is not read: the backbone writes them
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(extra="forbid", use_attribute_docstrings=True)
 
@@ -99,7 +102,7 @@ class SourceSection(_Section):
     """One of several sources of text."""
 
     path: str
-    """A .jsonl, .json, .csv or .parquet file, a folder of `datasets`, or a Hub dataset."""
+    """A .jsonl, .json, .csv or .parquet file, a folder of `datasets`, a Hub dataset; for prompts also synthesize."""
     split: str = "train"
     """Split of a dataset."""
     columns: dict[str, str] = {}
@@ -111,8 +114,8 @@ class SourceSection(_Section):
 class DataSection(_Section):
     """Where the text comes from."""
 
-    prompts: str | list[SourceSection] = "synthesize"
-    """synthesize (the backbone writes them), a file, a dataset, or a list of sources."""
+    prompts: str | list[SourceSection] = SYNTHESIZE
+    """synthesize (the backbone writes them), a file, a dataset, or a list of these."""
     prompts_split: str = "train"
     """Split of a dataset that is given by its name alone."""
     prompt_topics: list[str] | str | None = None
@@ -172,6 +175,21 @@ class DataSection(_Section):
         return [{"path": item} if isinstance(item, str) else item for item in value]
 
     @model_validator(mode="after")
+    def _synthesis_is_told_how_much(self) -> DataSection:
+        conversations = self.conversations if isinstance(self.conversations, list) else []
+        if self.conversations == SYNTHESIZE or any(source.path == SYNTHESIZE for source in conversations):
+            raise UserError("data.conversations: synthesize writes prompts, not conversations; name it in data.prompts")
+        given = self.prompts if isinstance(self.prompts, list) else []
+        written = [source for source in given if source.path == SYNTHESIZE]
+        if written and self.num_prompts is None:
+            raise UserError("data.prompts: synthesize writes a share of data.num_prompts, which is null; give a number")
+        if len(written) > 1:
+            raise UserError("data.prompts names synthesize more than once; name it once, with a weight")
+        if any(source.columns or source.split != "train" for source in written):
+            raise UserError("data.prompts: synthesize reads nothing, so it takes a weight, but no split and no columns")
+        return self
+
+    @model_validator(mode="after")
     def _weights_need_a_number(self) -> DataSection:
         weights = {source.weight for source in self.prompts} if isinstance(self.prompts, list) else set()
         if len(weights) > 1 and self.num_prompts is None:
@@ -179,13 +197,24 @@ class DataSection(_Section):
         return self
 
     def sources(self, name: Literal["prompts", "conversations"]) -> list[Source]:
-        """The sources of a field, to be read."""
+        """The sources of a field that are read, which those are not that the backbone writes."""
         from medusa_train.data.sources import Source
 
         given = getattr(self, name)
         if isinstance(given, str):
-            return [Source(given, self.prompts_split)]
-        return [Source(source.path, source.split, source.columns, source.weight) for source in given]
+            return [] if given == SYNTHESIZE else [Source(given, self.prompts_split)]
+        read = [source for source in given if source.path != SYNTHESIZE]
+        return [Source(source.path, source.split, source.columns, source.weight) for source in read]
+
+    @property
+    def synthesized(self) -> int:
+        """How many prompts the backbone writes itself."""
+        from medusa_train.data.prompts import shares_of
+
+        if isinstance(self.prompts, str):
+            return self.num_prompts or 1000 if self.prompts == SYNTHESIZE else 0
+        shares = shares_of([source.weight for source in self.prompts], self.num_prompts)
+        return sum(share or 0 for source, share in zip(self.prompts, shares, strict=True) if source.path == SYNTHESIZE)
 
 
 class TrainingSection(_Section):

@@ -9,6 +9,7 @@ from huggingface_hub import DatasetCard
 
 from conftest import assert_refused
 from medusa_train.data.rows import Row, append_jsonl
+from medusa_train.data_push import _prompts
 from medusa_train.recipe import load_recipe
 from medusa_train.run_folder import RunFolder
 
@@ -107,3 +108,9 @@ def test_a_refused_token_is_one_line_without_it(command, run, hub, monkeypatch):
     outcome = command("data", "push", run, REPO)
     assert_refused(outcome, REPO)
     assert "hf_wrong" not in outcome[1] + outcome[2]
+
+
+def test_the_card_names_every_source_of_prompts():
+    sources = [{"path": "/home/me/a.jsonl"}, {"path": "me/b"}, {"path": "synthesize"}]
+    assert _prompts(sources) == "a.jsonl, me/b, written by the backbone itself"
+    assert _prompts("synthesize") == "written by the backbone itself"

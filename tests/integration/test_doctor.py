@@ -101,6 +101,24 @@ def test_prompts_that_will_be_left_out_are_told(command, recipe, tmp_path):
     assert "left out: 1, no room for 8 tokens" in out
 
 
+def test_prompts_that_the_backbone_will_write_are_counted(command, recipe, tmp_path):
+    words = ["data.num_prompts=9", "--json", tmp_path / "doctor.json"]
+    mixture = f"data.prompts=[{tmp_path / 'prompts.jsonl'}, {{path: synthesize, weight: 2}}]"
+    for given, prompts, told in (
+        (mixture, 2 + 6, "will write 6 prompts"),
+        ("data.prompts=synthesize", 9, "will write"),
+    ):
+        code, out, error = command("doctor", recipe, given, *words)
+        assert code == 0, error
+        found = json.loads((tmp_path / "doctor.json").read_text())["data"]
+        assert found["prompts"] == prompts
+        assert told in found["origin"]
+        assert "./synthesize" not in out
+    (tmp_path / "synthesize").mkdir()
+    assert "warning: data.prompts=synthesize lets the backbone write" in command("doctor", recipe, mixture, *words)[1]
+    assert "./synthesize" not in command("doctor", recipe, *words)[1]
+
+
 def test_a_run_that_no_prompt_is_left_for_must_fail(command, recipe, tmp_path):
     tools = [{"type": "function", "function": {"name": "look"}}]
     records = [{"messages": [{"role": "user", "content": f"{word} ?"}], "tools": tools} for word in ("cat", "mat")]

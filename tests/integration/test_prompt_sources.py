@@ -5,6 +5,7 @@ from collections import Counter
 
 import pytest
 import yaml
+from datasets import Dataset
 
 from conftest import assert_refused
 from medusa_train.data import synthesis
@@ -91,7 +92,142 @@ def test_one_source_may_stand_alone(recipe):
     assert [(source.path, source.split) for source in named] == [("a/b", "test")]
 
 
+# Beside the backbone's own
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["data.prompts=[a.jsonl, synthesize]", "data.num_prompts=null"],
+         "data.prompts: synthesize writes a share of data.num_prompts, which is null; give a number"),
+        (["data.prompts=[synthesize, {path: synthesize, weight: 2}]"], "names synthesize more than once"),
+        (["data.prompts=[a.jsonl, {path: synthesize, split: test}]"], "a weight, but no split and no columns"),
+        (["data.prompts=[a.jsonl, {path: synthesize, columns: {prompt: a}}]"], "a weight, but no split and no columns"),
+        (["data.conversations=synthesize"], "synthesize writes prompts, not conversations"),
+        (["data.conversations=[a.jsonl, synthesize]"], "synthesize writes prompts, not conversations"),
+    ],
+)  # fmt: skip
+def test_synthesis_that_makes_no_sense_is_refused(command, recipe, words, told):
+    assert_refused(command("prompts", recipe, *words), told)
+
+
+def test_the_backbones_share_is_by_weight(recipe):
+    def shares(*words):
+        section = load_recipe(recipe, list(words)).data
+        return section.synthesized, [source.path for source in section.sources("prompts")]
+
+    assert shares("data.prompts=[a, {path: synthesize, weight: 2}, b]", "data.num_prompts=40") == (20, ["a", "b"])
+    assert shares("data.prompts=[a, synthesize, b]", "data.num_prompts=10") == (3, ["a", "b"])
+    assert shares("data.prompts=[synthesize]", "data.num_prompts=7") == (7, [])
+    assert shares("data.prompts=synthesize", "data.num_prompts=7") == (7, [])
+    assert shares("data.prompts=[a, b]", "data.num_prompts=7") == (0, ["a", "b"])
+    assert shares("data.prompts=./synthesize") == (0, ["./synthesize"])
+
+
+def mixed(tmp_path, recipe, *words):
+    """Words for a recipe of 20 prompts of the first source, 10 of the second, and 15 that the backbone writes."""
+    sources = [{"path": str(tmp_path / "first.jsonl"), "columns": {"prompt": "query"}, "weight": 4}]
+    sources += [{"path": "synthesize", "weight": 3}, {"path": str(tmp_path / "second.jsonl"), "weight": 2}]
+    return [recipe, f"data.prompts={json.dumps(sources)}", "data.num_prompts=45", "data.batch_size=4", *words]
+
+
+def kinds_of(path):
+    def kind(prompt):
+        if prompt.follow_ups:
+            return "second"
+        return "written" if prompt.messages[0]["content"].startswith("the cat sat") else "first"
+
+    return Counter(kind(prompt) for prompt in read_prompts(path))
+
+
+def test_the_backbone_writes_beside_files_by_weight_and_about_the_topics(openings, command, recipe, tmp_path):
+    code, out, error = command("prompts", *mixed(tmp_path, recipe, "data.prompt_topics=[cats, mats]"))
+    assert code == 0, error
+    assert "asks about this: cats" in openings[0]
+    assert "asks about this: mats" in openings[1]
+    path = tmp_path / "run" / "prompts" / "prompts.jsonl"
+    prompts = read_prompts(path)
+    assert len({prompt.id for prompt in prompts}) == 45
+    assert kinds_of(path)["second"] == 10
+    made = json.loads((tmp_path / "run" / "prompts" / "run.json").read_text())["result"]
+    assert made["prompts"] == 45
+    assert made["synthesized"] == 15
+    assert made["source"] == f"{tmp_path / 'first.jsonl'}, {tmp_path / 'second.jsonl'}, synthesize"
+    assert "synthesized 15" in out
+    own = {prompt.id for prompt in read_prompts(path.with_name("synthesized.jsonl"))}
+    assert own == {prompt.id for prompt in prompts[-15:]}
+
+    assert command("prompts", *mixed(tmp_path, recipe, "data.prompt_topics=[cats, mats]"), "--out", "again")[0] == 0
+    assert len(openings) > 2
+
+
+def test_a_prompt_that_a_file_holds_is_not_written_again(openings, command, recipe, tmp_path):
+    held = write(tmp_path / "held.jsonl", [{"prompt": "The cat  on 0 ?"}, {"prompt": "the mat ?"}])
+    words = [f"data.prompts=[{held}, synthesize]", "data.num_prompts=4", "data.batch_size=4"]
+    code, _, error = command("prompts", recipe, *words)
+    assert code == 0, error
+    texts = [prompt.messages[0]["content"] for prompt in read_prompts(tmp_path / "run" / "prompts" / "prompts.jsonl")]
+    assert sorted(texts[:2]) == ["The cat  on 0 ?", "the mat ?"]
+    assert len(texts) == 4
+    assert "the cat on 0 ?" not in texts
+
+
+@pytest.mark.parametrize("share", [0.0, 0.3, 0.9])
+def test_a_killed_mixture_goes_on_as_if_unbroken(deterministic, command, recipe, tmp_path, share):
+    words = mixed(tmp_path, recipe)
+    assert command("prompts", *words, "--out", "unbroken")[0] == 0
+    folder = tmp_path / "unbroken" / "prompts"
+    whole = (folder / "prompts.jsonl").read_bytes()
+    own = (folder / "synthesized.jsonl").read_bytes()
+    calls = len(deterministic)
+    # As a kill leaves it: the files' prompts half written, or those of the backbone torn.
+    (folder / "run.json").unlink()
+    (folder / "prompts.jsonl").write_bytes(whole[: int(share * len(whole))])
+    (folder / "synthesized.jsonl").write_bytes(own[: int(share * len(own))])
+    code, _, error = command("prompts", *words, "--out", "unbroken")
+    assert code == 0, error
+    assert (folder / "prompts.jsonl").read_bytes() == whole
+    assert (folder / "synthesized.jsonl").read_bytes() == own
+    assert share < 0.5 or len(deterministic) - calls < calls
+
+
+def test_a_bad_file_is_told_before_the_backbone_writes(openings, command, recipe, tmp_path):
+    bad = write(tmp_path / "bad.jsonl", [{"prompt": "the cat"}, {"prompt": " "}])
+    outcome = command("prompts", recipe, f"data.prompts=[synthesize, {bad}]", "data.num_prompts=4")
+    assert_refused(outcome, "bad.jsonl line 2: an empty turn")
+    assert openings == []
+
+
+def test_something_that_has_the_name_of_synthesis_is_told_and_can_be_read(openings, command, recipe, tmp_path):
+    words = ["data.num_prompts=2", "data.batch_size=4"]
+    assert "./synthesize" not in command("prompts", recipe, *words, "data.prompts=synthesize", "--out", "none")[1]
+    Dataset.from_list([{"prompt": "of the folder"}]).save_to_disk(tmp_path / "synthesize")
+    for given in ("synthesize", f"[{tmp_path / 'second.jsonl'}, synthesize]"):
+        code, out, error = command("prompts", recipe, *words, f"data.prompts={given}", "--out", f"own-{len(given)}")
+        assert code == 0, error
+        assert "name it ./synthesize" in out
+    code, out, error = command("prompts", recipe, *words, "data.prompts=[./synthesize]", "--out", "read")
+    assert code == 0, error
+    assert "name it" not in out
+    [prompt] = read_prompts(tmp_path / "read" / "prompts" / "prompts.jsonl")
+    assert prompt.messages[0]["content"] == "of the folder"
+
+
 # Topics
+
+
+@pytest.fixture
+def deterministic(monkeypatch, tiny_chat_folder):
+    """Seeds that turns were drawn with; turns are words that follow from the seed alone."""
+    tokenizer, seeds = load_chat_tokenizer(str(tiny_chat_folder)), []
+
+    def generate(backbone, prompts, *arguments, seed, **options):
+        seeds.append(seed)
+        texts = [f"the cat {'sat ' * (seed % 9)}on {'mat ' * i}{seed} ?" for i in range(len(prompts))]
+        return [tokenizer(text + "<|im_end|>", add_special_tokens=False)["input_ids"] for text in texts]
+
+    monkeypatch.setattr(synthesis, "generate_batch", generate)
+    return seeds
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from medusa_train.import_heads import import_heads
 from medusa_train.inference import UserError, load_backbone
 from medusa_train.inference.checkpoint import load_heads
 from medusa_train.job import Job
-from medusa_train.model_card import model_card
+from medusa_train.model_card import _data, model_card
 from medusa_train.publish import hub_errors
 from medusa_train.recipe import load_recipe
 from medusa_train.release import prepare_release, without_paths
@@ -500,3 +500,20 @@ def test_absurd_numbers_are_refused_before_memory_is_taken(run, name):
     edit_json(run / "heads" / "tree.json", lambda c: c.update(tree))
     with pytest.raises(UserError):
         load_heads(run / "heads")
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("synthesize", "(prompts that it wrote too)"),
+        ("a.jsonl, me/b", "(prompts of a.jsonl, me/b)"),
+        ("a.jsonl, me/b, synthesize", "(prompts of a.jsonl, me/b and prompts that it wrote too)"),
+    ],
+)
+def test_the_card_tells_whose_prompts_were_answered(source, told):
+    made = {
+        "train": {"result": {"positions": 10}, "recipe": {"data": {"conversations": None}}},
+        "prompts": {"result": {"source": source}},
+        "distill": {"result": {"rows": 2}},
+    }
+    assert _data(made) == f"10 positions of 2 answers that the backbone wrote itself {told}."
