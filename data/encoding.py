@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerBase
 
 MOST_CHARACTERS = 2_000_000  # of remembered pieces, some 40 MB with their ids; then it begins anew
+PRINTED = "".join(map(chr, range(ord("!"), ord("~") + 1)))
 # A space alone between two characters that every pre-tokenizer takes for something else than space.
 _WORD = r" (?=[!-~])(?<=[!-~] )"
 # What lets an expression know more than the text ahead: looks behind, and ends of words, lines or the text.
@@ -187,11 +188,17 @@ def _parts_words(tokenizer: PreTrainedTokenizerBase) -> bool:
         return False
     parts = backend.pre_tokenizer.pre_tokenize_str
     surroundings = ("", "a", "é", "'", ".", "\n", " ")
-    for before, last, first, behind in product(surroundings, "aZ7'.<_(", "aZ7'.<_(s", surroundings):
-        left, right = before + last, " " + first + behind
-        if [text for text, _ in parts(left + right)] != [text for side in (left, right) for text, _ in parts(side)]:
-            return False
-    return True
+    sides = chain(
+        ((last, " " + first) for last, first in product(PRINTED, PRINTED)),
+        (
+            (before + last, " " + first + behind)
+            for before, last, first, behind in product(surroundings, "aZ7'.<_(", "aZ7'.<_(s", surroundings)
+        ),
+    )
+    return all(
+        [text for text, _ in parts(left + right)] == [text for side in (left, right) for text, _ in parts(side)]
+        for left, right in sides
+    )
 
 
 def _reads_forward(state: dict[str, Any]) -> bool:

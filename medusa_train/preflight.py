@@ -203,7 +203,7 @@ def judge(stats: RowStatistics, config: HeadsConfig, eval_prompts: int) -> list[
         tell(
             "warning",
             f"{_share(stats.cut, total)} of the answers are cut by length, so heads rarely see an ending; "
-            "raise data.max_new_tokens",
+            "raise data.max_new_tokens, or data.max_length for given conversations",
         )
     if stats.wholly_learnt:
         tell("warning", f"{stats.wholly_learnt} rows are learnt whole, prompt included; see the row above")

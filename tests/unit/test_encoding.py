@@ -114,6 +114,7 @@ LOOKS_BACK = {
     "no words": changed(pre_tokenizer=pre_tokenizers.Split(Regex("x"), "isolated")),
     "none": changed(pre_tokenizer=pre_tokenizers.Split("x", "isolated")),
     "pairs of words": changed(pre_tokenizer=split(r"\w+ \w+|\s+|\w+|[^\w\s]+")),
+    "prices": changed(pre_tokenizer=split(r"\$ \d+|" + FORWARD)),
     "spaces apart from words": changed(pre_tokenizer=split(r"\w+\s+|\s+|[^\s\w]+")),
     "look behind": changed(pre_tokenizer=split(FORWARD + r"|(?<=x) cat")),
     "ends of words": changed(pre_tokenizer=split(FORWARD + r"|\b cat")),
