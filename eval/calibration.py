@@ -29,7 +29,8 @@ def fit_temperatures(model: MedusaModel, shards: Sequence[Shard]) -> tuple[float
         hidden, before, copies, targets = _targets(shards, head + 1, column_of_token)
         losses = torch.zeros(len(TEMPERATURES))
         for part in torch.arange(len(targets)).split(256):
-            logits = model.draft_logits(hidden[part], head, before[part], copies[part]).float().cpu()
+            raw = model.draft_logits(hidden[part], head, before[part], copies[part])
+            logits = model.backbone.shape_logits(raw).float().cpu()
             own = targets[part]
             losses += torch.stack(
                 [torch.nn.functional.cross_entropy(logits / t, own, reduction="sum") for t in TEMPERATURES]

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from medusa_train.inference.candidates import Embed, TreeFiller
+from medusa_train.inference.candidates import Embed, ShapeLogits, TreeFiller
 from medusa_train.inference.drafters import Context, Drafting, find_copies
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
@@ -94,7 +94,12 @@ class AdaptiveDrafter:
     """Chooses a tree's nodes and its size anew for every step."""
 
     def __init__(
-        self, heads: MedusaHeads, calibration: Calibration, embed: Embed | None = None, size: int | None = None
+        self,
+        heads: MedusaHeads,
+        calibration: Calibration,
+        embed: Embed | None = None,
+        size: int | None = None,
+        shape_logits: ShapeLogits = lambda logits: logits,
     ) -> None:
         """Prepare the superset.
 
@@ -103,6 +108,7 @@ class AdaptiveDrafter:
             calibration: see `Calibration`.
             embed: the backbone's embedding, for heads that read it.
             size: always this many tokens per pass (a dynamic tree of static shape); None adapts the size as well.
+            shape_logits: what the backbone does to raw projections (`Backbone.shape_logits`).
 
         Raises:
             UserError: the superset does not fit the heads, or the size is not one of 2..superset.size.
@@ -111,7 +117,7 @@ class AdaptiveDrafter:
         self._config, self._filler = heads.config, TreeFiller(heads, superset, embed)
         if size is not None and not 2 <= size <= superset.size:
             raise UserError(f"a dynamic tree needs a size from 2 to {superset.size}, got {size}")
-        self.calibration, self.size = calibration, size
+        self.calibration, self.size, self._shape_logits = calibration, size, shape_logits
         self.max_size = size or max(calibration.sizes)
         self._subtree = lru_cache(maxsize=1024)(self._make_subtree)
 
@@ -126,7 +132,7 @@ class AdaptiveDrafter:
             if chooser.rests():
                 return Draft([plain] * rows, context.roots[:, None])
             tokens, chances = self._filler.tokens_and_chances(
-                context.hidden, context.roots, self.calibration.temperatures, find(context)
+                context.hidden, context.roots, self.calibration.temperatures, find(context), self._shape_logits
             )
             ordered = chances[:, 1:].sort(
                 dim=1, descending=True, stable=True

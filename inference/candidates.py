@@ -19,6 +19,7 @@ from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.inference.tree import Tree
 
 Embed = Callable[[Tensor], Tensor]  # (...) token ids -> (..., hidden), see `Backbone.embed`
+ShapeLogits = Callable[[Tensor], Tensor]  # raw projections -> logits, see `Backbone.shape_logits`
 
 
 @dataclass(frozen=True)
@@ -79,20 +80,27 @@ class TreeFiller:
         return tokens
 
     def tokens_and_chances(
-        self, hidden: Tensor, roots: Tensor, temperatures: Sequence[float], copies: Tensor | None = None
+        self,
+        hidden: Tensor,
+        roots: Tensor,
+        temperatures: Sequence[float],
+        copies: Tensor | None = None,
+        shape_logits: ShapeLogits = lambda logits: logits,
     ) -> tuple[Tensor, Tensor]:
         """Also ``(B, N)`` the probability that each node is accepted: that of its path under the heads.
 
         Args:
             temperatures: per head, divides its logits first.
+            shape_logits: what the backbone does to raw projections; it keeps their order, and so the tokens.
         """
         tokens, states = roots[:, None].to(hidden.device), hidden[:, None]
         scores = torch.zeros_like(tokens, dtype=torch.float32)
         for head, level in enumerate(self._levels):
             states, logits = self._read(states, tokens, head, level, copies)
-            best = (logits.float() / temperatures[head]).log_softmax(dim=-1).topk(level.ranks, dim=-1)
-            tokens = torch.cat([tokens, self.heads.draft_token_ids[best.indices[:, level.lists, level.picks]]], dim=1)
-            own = best.values[:, level.lists, level.picks]
+            best = logits.topk(level.ranks, dim=-1).indices
+            tokens = torch.cat([tokens, self.heads.draft_token_ids[best[:, level.lists, level.picks]]], dim=1)
+            chances = (shape_logits(logits).float() / temperatures[head]).log_softmax(dim=-1)
+            own = chances.gather(-1, best)[:, level.lists, level.picks]
             scores = torch.cat([scores, scores[:, level.parents] + own], dim=1)
         return tokens, scores.exp()
 

@@ -211,7 +211,7 @@ class MedusaModel:
         """
         if self.calibration is None:
             raise UserError("adaptive drafting needs calibrated heads; run: medusa-train tree RECIPE")
-        return AdaptiveDrafter(self.heads, self.calibration, self.backbone.embed, size)
+        return AdaptiveDrafter(self.heads, self.calibration, self.backbone.embed, size, self.backbone.shape_logits)
 
     def generate(
         self,

@@ -15,7 +15,15 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import torch
 from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    CohereConfig,
+    Gemma2Config,
+    GraniteConfig,
+    LlamaConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+)
 
 from medusa_train.cli import main
 from medusa_train.inference import HeadsConfig, MedusaHeads
@@ -45,6 +53,21 @@ def make_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> PreTra
     torch.manual_seed(seed)
     config = LlamaConfig(vocab_size=vocab_size, initializer_range=0.3, **(SMALL | changes))
     return AutoModelForCausalLM.from_config(config).float().eval()
+
+
+# Models that do something to their raw projections: cap, multiply, divide.
+SHAPING_CONFIGS = {
+    "gemma2": lambda sizes: Gemma2Config(**sizes, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager"),
+    "cohere": lambda sizes: CohereConfig(**sizes, logit_scale=0.25),
+    "granite": lambda sizes: GraniteConfig(**sizes, logits_scaling=4.0),
+}
+
+
+def make_shaping_model(name: str, seed: int = 0) -> PreTrainedModel:
+    """A random model of one of ``SHAPING_CONFIGS``, 64 tokens, whose logits it scales or caps visibly."""
+    torch.manual_seed(seed)
+    sizes = SMALL | {"vocab_size": 64, "pad_token_id": 0, "initializer_range": 0.3}
+    return AutoModelForCausalLM.from_config(SHAPING_CONFIGS[name](sizes)).float().eval()
 
 
 KINDS = ["medusa", "hydra", "recurrent", "medusa copies", "hydra copies", "recurrent copies"]

@@ -14,7 +14,7 @@ from torch.nn import functional
 from transformers import AutoModelForCausalLM, GPT2Config, TrainingArguments
 
 import medusa_train.trainer
-from conftest import make_llama
+from conftest import SHAPING_CONFIGS, make_llama, make_shaping_model
 from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.hidden_states import read_cache
 from medusa_train.data.packing import PackedRows, row_labels
@@ -44,9 +44,9 @@ def random_rows(count):
     ]
 
 
-def joint_heads(kind="medusa", lm_head="own", warmup=0.5):
+def joint_heads(kind="medusa", lm_head="own", warmup=0.5, base=None):
     """Fresh heads, moved a little, and a fresh adapter."""
-    backbone = Backbone.wrap(make_llama(vocab_size=VOCABULARY))
+    backbone = Backbone.wrap(base or make_llama(vocab_size=VOCABULARY))
     config = HeadsConfig(HEADS, 1, backbone.hidden_size, VOCABULARY, 40, kind=kind, lm_head=lm_head)
     heads = MedusaHeads.for_backbone(backbone, config, torch.arange(40) + 7)
     generator = torch.Generator().manual_seed(1)
@@ -170,6 +170,20 @@ def test_the_joint_loss_is_that_of_the_formula_and_reaches_the_adapter():
     out["loss"].backward()
     assert all(parameter.grad.abs().sum() > 0 for parameter in model.parameters() if parameter.requires_grad)
     assert all(p.grad is None for name, p in model.backbone.model.named_parameters() if "lora_" not in name)
+
+
+@pytest.mark.parametrize("name", SHAPING_CONFIGS)
+def test_the_backbone_is_held_by_its_scaled_or_capped_logits(name):
+    model = joint_heads(warmup=0, base=make_shaping_model(name))
+    move_adapter(model.lora)
+    model.begin_step(2, 8)
+    (row,) = rows = random_rows(1)
+    out, ids = model(**batch_of(rows)), torch.tensor([row.input_ids])
+    with torch.no_grad():
+        theirs, ours = (run(ids).logits[0].log_softmax(-1) for run in (make_shaping_model(name), model.backbone.model))
+    start, end = row.spans[0]
+    wanted = functional.kl_div(ours, theirs, log_target=True, reduction="none")[start - 1 : end - 1].sum()
+    torch.testing.assert_close(out["divergence"][0], wanted, rtol=1e-3, atol=0)
 
 
 def test_a_batch_in_parts_has_the_same_gradient_and_one_without_answers_none():

@@ -8,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import make_llama, no_copies, random_heads
+from conftest import SHAPING_CONFIGS, make_llama, make_shaping_model, no_copies, random_heads
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.calibration import fit_temperatures
-from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError
+from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaModel, NoDrafter, Tree, UserError
 from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
@@ -212,3 +212,27 @@ def test_the_temperature_of_known_distributions_is_found(truth):
     tokens[1:] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:-1, 0]
     shard = Shard(hidden=hidden, tokens=tokens, ends=torch.full((1500,), 1500), copies=no_copies(1500))
     assert fit_temperatures(model, [shard])[0] == pytest.approx(truth, rel=0.15)
+
+
+@pytest.mark.parametrize("name", SHAPING_CONFIGS)
+def test_confidence_is_that_of_scaled_or_capped_logits(name):
+    """A fresh head says what the backbone says, so its chances, and its temperature, are the backbone's own."""
+    backbone = Backbone.wrap(make_shaping_model(name))
+    heads = MedusaHeads.for_backbone(backbone, HeadsConfig(1, 1, 32, 64))
+    plan = Calibration(Tree.from_paths([(rank,) for rank in range(8)]), (1.0,), {1: {1: 1.0, 9: 1.1}})
+    model, texts = MedusaModel(backbone, heads, Tree.chain(1), plan), torch.randint(0, 64, (40, 50))
+    with torch.inference_mode():
+        hidden, exact = backbone.hidden_states(texts), backbone.model(texts).logits.softmax(-1)
+    drafter, seen = model.adaptive_drafter(9), []
+    filler = drafter._filler
+    compute = filler.tokens_and_chances
+    filler.tokens_and_chances = lambda *given: seen.append(compute(*given)) or seen[-1]
+    drafter.start([texts[0]], 10, [None])(Context([[5, 7]], hidden[0, -1:], torch.tensor([7]), [0], [0], [0]))
+    (tokens, chances), best = seen[0], exact[0, -1].topk(8)
+    assert tokens[0, 1:].tolist() == best.indices.tolist()
+    torch.testing.assert_close(chances[0, 1:], best.values, rtol=1e-4, atol=1e-6)
+    # The tokens that "came" are drawn from what the backbone says at the place before.
+    drawn = torch.multinomial(exact.flatten(0, 1), 1, generator=torch.Generator().manual_seed(0))[:, 0]
+    tokens = torch.cat([torch.zeros(1, dtype=torch.long), drawn[:-1]])
+    shard = Shard(hidden.flatten(0, 1), tokens, torch.full((2000,), 2000), no_copies(2000))
+    assert fit_temperatures(model, [shard])[0] == pytest.approx(1.0, rel=0.15)

@@ -5,10 +5,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import KINDS, reading
+from conftest import KINDS, SHAPING_CONFIGS, make_llama, make_shaping_model, reading
 from medusa_train.data.dataset import IGNORED
-from medusa_train.inference import HeadsConfig, MedusaHeads
+from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads
 from medusa_train.losses import LossWeights, medusa_loss
+from medusa_train.trainer import HeadsForTraining
 
 HIDDEN, VOCAB, HEADS = 8, 12, 3
 
@@ -152,6 +153,32 @@ def test_scaled_or_capped_logits_enter_the_loss():
     plain = medusa_loss(heads, *batch, LossWeights()).loss
     capped = medusa_loss(heads, *batch, LossWeights(), shape_logits=lambda logits: torch.tanh(logits / 0.5) * 0.5).loss
     assert float(plain) != pytest.approx(float(capped), rel=1e-3)
+
+
+@pytest.mark.parametrize("soft_share", [0.0, 0.5, 1.0])
+@pytest.mark.parametrize("name", ["llama", *SHAPING_CONFIGS])
+def test_fresh_heads_have_the_loss_of_the_backbones_own_logits(name, soft_share):
+    """They say what the backbone says: cross entropy and divergence are those of its logits, scaled or capped."""
+    model = make_llama() if name == "llama" else make_shaping_model(name)
+    backbone = Backbone.wrap(model)
+    ids = torch.randint(0, 64, (1, 9), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        hidden, said = backbone.hidden_states(ids)[0], model(ids).logits[0].log_softmax(-1)
+    heads = MedusaHeads.for_backbone(backbone, HeadsConfig(2, 1, 32, 64))
+    weights = LossWeights(decay=0.5, soft_share=soft_share)
+    labels = torch.stack([ids[0, 2:8], ids[0, 3:9]], dim=1)
+    copies, teacher = torch.full((6, 2), -1), torch.stack([hidden[1:7], hidden[2:8]], dim=1)
+    found = HeadsForTraining(heads, backbone, weights)(
+        hidden=hidden[:6], roots=ids[0, 1:7], teacher_hidden=teacher, labels=labels, copies=copies
+    )
+    expected = torch.zeros(2)
+    for k in (1, 2):
+        for t in range(6):
+            hard = -said[t, ids[0, t + k + 1]]
+            soft = (said[t + k].exp() * (said[t + k] - said[t])).sum()
+            expected[k - 1] += (1 - soft_share) * hard + soft_share * soft
+    torch.testing.assert_close(found["sums"], expected, rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(found["loss"].detach(), (expected * torch.tensor([1, 0.5])).sum() / 6, rtol=1e-4, atol=0)
 
 
 @pytest.mark.parametrize("chunk", [2, 1024])
