@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
@@ -171,13 +172,21 @@ class Backbone:
         """A copy of the output projection, or of its rows for ``token_ids`` ``(V',)``: ``(V', hidden)``.
 
         Raises:
-            UserError: the projection is packed (4/8-bit), so its rows are not plain numbers.
+            UserError: the projection is packed (4/8-bit, AWQ, GPTQ), so its rows are not plain numbers, or this
+                process does not hold all of them (meta device, ZeRO-3).
         """
-        weight = self.model.get_output_embeddings().weight
-        if not weight.is_floating_point():
+        projection, name = self.model.get_output_embeddings(), self.source or type(self.model).__name__
+        weight = getattr(projection, "weight", None)
+        if weight is None or not weight.is_floating_point():
+            packed = type(projection).__name__ if weight is None else weight.dtype
             raise UserError(
-                f"the output projection of {self.source or type(self.model).__name__} is packed as {weight.dtype}; "
+                f"the output projection of {name} is packed as {packed}; "
                 "load the backbone with its lm_head unquantized (llm_int8_skip_modules / modules_to_not_convert)"
+            )
+        if weight.is_meta or weight.shape != (self.vocab_size, self.hidden_size):
+            raise UserError(
+                f"the output projection of {name} is not whole in this process ({tuple(weight.shape)} on "
+                f"{weight.device}); load the backbone whole, neither offloaded nor shared out"
             )
         rows = weight if token_ids is None else weight[token_ids.to(weight.device)]
         copied: Tensor = rows.detach().clone().contiguous()
@@ -220,7 +229,8 @@ def native_dtype(device: str) -> torch.dtype:
         capabilities = torch.cpu.get_capabilities() if hasattr(torch.cpu, "get_capabilities") else {}
         has_bf16 = any(capabilities.get(name) for name in ("amx_bf16", "avx512_bf16", "bf16"))
         return torch.bfloat16 if has_bf16 else torch.float32
-    return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
+    # By default torch also says yes where bf16 is only emulated, as before compute capability 8.
+    return torch.bfloat16 if torch.cuda.is_bf16_supported(including_emulation=False) else torch.float16
 
 
 def resolve_device(device: str) -> str:
@@ -371,7 +381,7 @@ def load_backbone(
             model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(location, **options)
         else:
             model = _load_gguf(Path(location) / gguf_file, options)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise UserError(_load_failure(source, "model", error)) from error
     if not quantization:
         model = model.to(device)

@@ -73,7 +73,7 @@ def save_heads(
         adapted: the backbone is used with the adapter in ``folder/adapter``, which is there already.
 
     Raises:
-        UserError: a parameter is empty, as under ZeRO-3 or FSDP before gathering.
+        UserError: a parameter is empty or a share of itself, as under ZeRO-3 or FSDP before gathering.
     """
     folder, config = Path(folder), heads.config
     state = {name: t for name, t in heads.state_dict().items() if not name.startswith("shared.")}
@@ -82,6 +82,10 @@ def save_heads(
         raise UserError(f"heads: {empty[0]} is empty (sharded?); gather the parameters before saving")
     if not config.draft_vocab_size:
         del tensors["draft_token_ids"]
+    for name, shape in expected_shapes(config).items():
+        if name not in tensors or tensors[name].shape != shape:
+            found = tuple(tensors[name].shape) if name in tensors else "missing"
+            raise UserError(f"heads: {name} is {found}, not {shape} (sharded?); gather the parameters before saving")
     write_tensors(folder / WEIGHTS, tensors, {"format": "pt"})
     content: dict[str, Any] = {
         "model_type": config.kind,

@@ -2,30 +2,16 @@
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, CohereConfig, Gemma2Config, GraniteConfig
+from transformers import AutoModelForCausalLM
 
-from conftest import make_llama
+from conftest import SHAPING_CONFIGS, make_llama, make_shaping_model
 from medusa_train.inference import HeadsConfig, MedusaHeads, UserError, load_backbone
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_source
 
-SMALL = {
-    "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
-    "num_key_value_heads": 2, "vocab_size": 64, "pad_token_id": 0, "initializer_range": 0.3,
-}  # fmt: skip
 
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        Gemma2Config(**SMALL, head_dim=8, final_logit_softcapping=5.0, attn_implementation="eager"),
-        CohereConfig(**SMALL, logit_scale=0.25),
-        GraniteConfig(**SMALL, logits_scaling=4.0),
-    ],
-    ids=lambda config: config.model_type,
-)
-def test_scaled_and_capped_logits_are_remade_exactly(config):
-    torch.manual_seed(0)
-    backbone = Backbone.wrap(AutoModelForCausalLM.from_config(config).float())
+@pytest.mark.parametrize("name", SHAPING_CONFIGS)
+def test_scaled_and_capped_logits_are_remade_exactly(name):
+    backbone = Backbone.wrap(make_shaping_model(name))
     ids = torch.tensor([[5, 6, 7]])
     hidden = backbone.hidden_states(ids)
     assert torch.allclose(backbone.logits(hidden), backbone.model(input_ids=ids).logits, atol=1e-5)
@@ -45,6 +31,49 @@ def test_a_model_whose_logits_cannot_be_remade_is_refused(monkeypatch):
     monkeypatch.setattr(type(model), "forward", doubled)
     with pytest.raises(UserError, match="not its output projection of the last hidden state"):
         Backbone.wrap(model)
+
+
+class Packed(torch.nn.Module):
+    """A projection as AWQ and GPTQ keep it: packed integers under another name than ``weight``."""
+
+    def __init__(self, linear, **parameters):
+        super().__init__()
+        self.in_features, self.out_features = linear.in_features, linear.out_features
+        for name, tensor in parameters.items():
+            self.register_buffer(name, tensor)
+        self.plain = [linear]  # no submodule: its weights are nowhere in the state
+
+    def forward(self, hidden):
+        return self.plain[0](hidden)
+
+
+@pytest.mark.parametrize(
+    ("parameters", "told"),
+    [
+        ({"qweight": torch.zeros(32, 8, dtype=torch.int32)}, "packed as Packed"),
+        ({"weight": torch.zeros(32 * 64 // 2, 1, dtype=torch.uint8)}, r"packed as torch\.uint8"),
+        ({"weight": torch.zeros(64, 32, dtype=torch.int8)}, r"packed as torch\.int8"),
+    ],
+)
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_heads_do_not_start_from_a_packed_projection(parameters, told, lm_head):
+    model = make_llama()
+    model.lm_head = Packed(model.lm_head, **parameters)
+    backbone = Backbone.wrap(model)
+    with pytest.raises(UserError, match=f"output projection of LlamaForCausalLM is {told}; .* lm_head unquantized"):
+        MedusaHeads.for_backbone(backbone, HeadsConfig(2, 1, 32, 64, lm_head=lm_head))
+    assert not any(parameter.requires_grad for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("weight", [torch.zeros(0), torch.zeros(16, 32), torch.empty(64, 32, device="meta")])
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+def test_heads_do_not_start_from_a_projection_that_is_elsewhere(weight, lm_head):
+    """What ZeRO-3 and a device map leave in a process is empty, a share, or on the meta device."""
+    backbone = Backbone.wrap(make_llama())
+    backbone.model.lm_head.weight = torch.nn.Parameter(weight, requires_grad=False)
+    assert (backbone.hidden_size, backbone.vocab_size) == (32, 64)
+    with pytest.raises(UserError, match=r"output projection of LlamaForCausalLM is not whole in this process"):
+        MedusaHeads.for_backbone(backbone, HeadsConfig(2, 1, 32, 64, lm_head=lm_head))
 
 
 def test_the_backbone_is_frozen():
@@ -96,6 +125,24 @@ def test_a_hub_id_is_left_to_transformers():
 def test_a_cpu_gets_bf16_only_where_it_computes_in_it(monkeypatch, capabilities, dtype):
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities, raising=False)
     assert native_dtype("cpu") == dtype
+
+
+@pytest.mark.parametrize(("native", "dtype"), [(True, torch.bfloat16), (False, torch.float16)])
+def test_a_gpu_that_only_emulates_bf16_gets_fp16(monkeypatch, native, dtype):
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: native or including_emulation)
+    assert native_dtype("cuda:0") == dtype
+
+
+@pytest.mark.parametrize(
+    ("config", "reason"),
+    [('{"model_type": "none-such"}', "none-such"), ("{", "not a valid JSON file"), (None, "config.json")],
+)
+def test_the_reason_why_a_backbone_cannot_be_loaded_is_told(tmp_path, config, reason):
+    if config:
+        (tmp_path / "config.json").write_text(config)
+    with pytest.raises(UserError, match=f"cannot load the model of backbone {tmp_path}: .*{reason}") as caught:
+        load_backbone(str(tmp_path), "float32", "cpu")
+    assert caught.value.__cause__ is not None
 
 
 @pytest.mark.parametrize("device", ["tpu", "cuda:99"])

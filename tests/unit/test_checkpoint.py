@@ -6,10 +6,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import make_llama, random_heads
+from conftest import KINDS, make_llama, random_heads, reading
 from medusa_train.inference import HeadsConfig, MedusaHeads, MedusaModel, Tree, UserError
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.checkpoint import load_heads, save_heads
+from medusa_train.inference.checkpoint import expected_shapes, load_heads, save_heads
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
@@ -108,6 +108,42 @@ def test_an_empty_parameter_is_not_saved(tmp_path):
     with pytest.raises(UserError, match=r"1\.1\.weight is empty"):
         heads.save_pretrained(tmp_path)
     assert not (tmp_path / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize("share", [torch.zeros(16, 32), torch.zeros(64 * 32)])
+def test_a_share_of_a_parameter_is_not_saved(tmp_path, share):
+    heads = random_heads()
+    heads.heads[1][1].weight = torch.nn.Parameter(share)
+    with pytest.raises(UserError, match=r"1\.1\.weight is \(\d+,.*\), not \(64, 32\) \(sharded\?\); gather"):
+        heads.save_pretrained(tmp_path)
+    assert not (tmp_path / WEIGHTS).exists()
+
+
+@pytest.mark.parametrize("lm_head", ["own", "shared"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_heads_of_a_config_have_their_sizes_before_they_have_memory(kind, lm_head):
+    """Sizes come from the config alone; a backbone under ZeRO-3 would give empty ones."""
+    config = HeadsConfig(3, 2, 32, 64, 16, lm_head=lm_head, **reading(kind))
+    with torch.device("meta"):
+        heads = MedusaHeads(config)
+    assert {name.removeprefix("heads."): tuple(t.shape) for name, t in heads.state_dict().items()} == expected_shapes(
+        config
+    )
+
+
+def test_heads_alone_are_loaded_beside_a_backbone_and_its_own_errors_are_told(saved, tmp_path_factory):
+    """A folder of heads is no model that transformers knows; nothing about it may hide what is wrong elsewhere."""
+    base = tmp_path_factory.mktemp("base")
+    make_llama().save_pretrained(base)
+    model = MedusaModel.from_pretrained(saved, str(base), "float32", "cpu")
+    assert torch.equal(model.heads.heads[2][1].weight, random_heads().heads[2][1].weight)
+    with pytest.raises(UserError, match=r"^backbone ./none: no such folder$"):
+        MedusaModel.from_pretrained(saved, "./none")
+    with pytest.raises(UserError, match=f"^cannot load the model of backbone {saved}: .*medusa"):
+        MedusaModel.from_pretrained(saved, str(saved), "float32", "cpu")
+    (base / "model.safetensors").write_bytes(b"torn")
+    with pytest.raises(UserError, match=f"^cannot load the model of backbone {base}: .*header"):
+        MedusaModel.from_pretrained(saved, str(base), "float32", "cpu")
 
 
 def test_heads_of_another_backbone_of_the_same_shape_are_refused(saved):
