@@ -94,12 +94,19 @@ def row(input_ids, spans, name="row"):
     return Row(name, "train", [], list(input_ids), spans, "stop")
 
 
+END = 1  # the tokenizer's end token, which is its padding token too
+
+
 def random_rows(count, vocab_size, seed=0):
-    """Rows of different lengths with one or two spans; the first begins at the first token."""
+    """Rows of different lengths with one or two spans; the first begins at the first token.
+
+    All hold real end tokens, and the id that batches are filled up with.
+    """
     generator = torch.Generator().manual_seed(seed)
     rows = []
     for i in range(count):
         ids = torch.randint(0, vocab_size, (10 + 3 * i,), generator=generator).tolist()
+        ids[1], ids[3], ids[7] = END, 0, END
         spans = [(0, 4), (6, 10)] if i == 0 else [(2 + i, 5 + i), (7 + i, len(ids))][: 1 + i % 2]
         rows.append(row(ids, spans, str(i)))
     return rows
@@ -124,6 +131,7 @@ def greedy_alone(backbone, ids, max_new_tokens):
 
 
 def test_hidden_states_of_a_batch_are_those_of_its_rows_alone(backbone):
+    assert backbone.model.config.eos_token_id == backbone.model.config.pad_token_id == END
     rows = random_rows(3, backbone.vocab_size)
     alone = [states_alone(backbone, row.input_ids) for row in rows]
     for _ in range(2):
@@ -164,6 +172,7 @@ def test_the_cache_keeps_the_state_before_every_learnt_token(backbone, tmp_path,
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8"])
 def test_head_k_at_position_t_learns_the_token_at_t_plus_k_plus_1(backbone, tmp_path, dtype):
     ids, (start, end) = list(range(100, 130)), (10, 28)
+    ids[end - 1] = END  # heads learn to stop, although padding has the same id
     shards = run_cache(backbone, [row(ids, [(start, end)])], tmp_path, dtype=dtype)
     states = states_alone(backbone, ids)
     dataset = HeadsDataset(shards, num_heads=3)
@@ -575,12 +584,17 @@ def test_conversations_without_an_answer_are_left_out_and_counted(tokenizer, tmp
 
 
 @pytest.mark.parametrize("place", [0, 5])
-def test_a_conversation_that_the_template_refuses_does_not_stop_the_others(tokenizer, tmp_path, place):
+def test_a_conversation_that_the_template_refuses_does_not_stop_the_others(tokenizer, tmp_path, place, capsys):
     tokenizer.chat_template = STRICT + tokenizer.chat_template
     good = [conversation(i) for i in range(12)]
-    bad = [conversation(99)[0], *conversation(98)]
-    rows = run_conversations(tokenizer, tmp_path, [*good[:place], bad, *good[place:]])
+    greeting = [{"role": "assistant", "content": "the cat"}, *conversation(98)]
+    two_questions = [conversation(99)[0], *conversation(98)]
+    bad = [greeting, two_questions, conversation(97)[:1]]
+    rows = run_conversations(tokenizer, tmp_path, [*good[:place], *bad, *good[place:]])
     assert [row.messages for row in rows] == [messages[:1] for messages in good]
+    told = capsys.readouterr().out
+    for reason in ("roles must alternate", "two turns of the user in a row", "no turn of an assistant"):
+        assert reason in told
 
 
 def test_answers_to_one_question_stand_on_one_side_of_the_split(tokenizer, tmp_path):

@@ -62,9 +62,11 @@ from medusa_train.inference import (
 )
 from medusa_train.inference.attention import new_cache, read_prompts
 from medusa_train.inference.decode import decode
+from medusa_train.inference.drafters import Context
+from medusa_train.inference.sampling import Chances, draw
 from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Stopping
-from medusa_train.inference.verify import Draft, verify_greedy
+from medusa_train.inference.verify import Draft, accept_sampled, verify_greedy, verify_rejection
 
 WIDE = Tree.from_paths([(0, 0, 0), (0, 1), (1, 0), (2,), (5, 3, 2)])
 LENGTHS = (1, 5, 9)
@@ -467,6 +469,37 @@ def test_a_draft_model_equal_to_the_backbone_is_always_accepted(llama, model, nu
     assert out.stats.histogram == {num_tokens + 1: 12, num_tokens: 3}
     if sampling is None:
         assert out.new_tokens == [greedy(llama, row, count) for row in prompts(LENGTHS)]
+
+
+def test_half_precision_drafts_are_judged_by_the_distribution_that_they_were_drawn_from(monkeypatch):
+    """One fp32 tensor is drawn from, stated and compared; rounding it anew anywhere would bias what is accepted."""
+    drawn, compared = [], []
+    monkeypatch.setattr(
+        "medusa_train.inference.draft_model.draw", lambda p, chances: drawn.append(p) or draw(p, chances)
+    )
+    llama, sampling = make_llama().bfloat16(), Sampling(1.3, top_k=20)
+    drafter = DraftModelDrafter(Backbone.wrap(make_llama(seed=4).bfloat16()), Backbone.wrap(llama), 3, sampling)
+    texts = prompts((4, 7))
+    drafting = drafter.start(texts, 8, [torch.Generator().manual_seed(row) for row in range(2)])
+    roots = torch.stack([text[-1] for text in texts])
+    draft = drafting(Context([text.tolist() for text in texts], torch.zeros(2, 32), roots, [0, 1], [0, 0], [0, 1]))
+    assert draft.probabilities.dtype == torch.float32
+    assert torch.equal(draft.probabilities[:, :3], torch.stack(drawn, dim=1))
+    assert (draft.probabilities[:, :3].gather(2, draft.tokens[:, 1:, None]) > 0).all()
+
+    def compare(tokens, tree, q, target, generator):
+        """The backbone's bf16 logits, warped in fp32, meet the same numbers."""
+        compared.append((q, target(0)))
+        return accept_sampled(tokens, tree, q, target, generator)
+
+    monkeypatch.setattr("medusa_train.inference.verify.accept_sampled", compare)
+    with torch.inference_mode():
+        logits = torch.stack([llama(text[None]).logits[0, -1] for text in texts])[:, None].expand(-1, 4, -1)
+    verify_rejection(logits, draft, [0, 1], chances=[Chances(None, logits.device) for _ in texts], sampling=sampling)
+    for row, (q, p) in enumerate(compared):
+        assert torch.equal(q, draft.probabilities[row])
+        assert p.dtype == torch.float32
+        assert torch.equal(p, sampling.probabilities(logits[row, 0].float()))
 
 
 def test_a_draft_model_with_another_vocabulary_is_refused(model, tiny_chat_folder, tmp_path):

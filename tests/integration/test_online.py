@@ -2,6 +2,7 @@
 
 import json
 import socket
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,17 +14,18 @@ from torch.distributed.fsdp import fully_shard
 
 from conftest import KINDS, make_llama, reading
 from medusa_train.data.dataset import IGNORED, HeadsDataset
-from medusa_train.data.hidden_states import KeptStates, read_cache, write_cache
+from medusa_train.data.hidden_states import KeptStates, read_cache, shard_of, write_cache
 from medusa_train.data.packing import PackedRows
 from medusa_train.data.rows import Row
-from medusa_train.inference import HeadsConfig, MedusaHeads, UserError
+from medusa_train.inference import HeadsConfig, MedusaHeads, MedusaModel, Tree, UserError
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.drafters import Context
 from medusa_train.job import Job
 from medusa_train.losses import LossWeights
 from medusa_train.online import OnlineHeads, states_ahead
 from medusa_train.recipe import load_recipe
 from medusa_train.stages import run_stages
-from medusa_train.trainer import HeadsForTraining
+from medusa_train.trainer import HeadsForTraining, whole_heads
 
 VOCABULARY, HEADS = 64, 3
 
@@ -80,6 +82,29 @@ def test_gradients_are_those_of_cached_training(backbone, tmp_path, heads_kind):
         torch.testing.assert_close(parameter.grad, expected.grad, rtol=0, atol=1e-4, msg=name)
 
 
+@pytest.mark.parametrize("kind", [HeadsForTraining, OnlineHeads])
+def test_heads_that_learnt_a_period_draft_what_comes_next(backbone, kind):
+    """From labels to drafts: head k is trained for the token that decoding takes from it, k + 1 places on."""
+    ids, period = [place % 10 for place in range(60)], 10
+    row = Row("", "train", [], ids, [(5, 60)], "stop")
+    heads = MedusaHeads.for_backbone(backbone, HeadsConfig(HEADS, 1, backbone.hidden_size, VOCABULARY))
+    module = kind(heads, backbone, LossWeights(soft_share=0.0)).train()
+    cached = kind is HeadsForTraining
+    batch = batch_of(HeadsDataset([shard_of(backbone, [row], 64)], HEADS) if cached else PackedRows([row], HEADS, 2, 0))
+    optimizer = torch.optim.AdamW(heads.parameters(), lr=0.02)
+    for _ in range(60):
+        optimizer.zero_grad()
+        module(**batch)["loss"].backward()
+        optimizer.step()
+    places = range(10, 50)
+    with torch.inference_mode():
+        hidden = backbone.hidden_states(torch.tensor([ids]))[0, list(places)]
+        drafting = MedusaModel(backbone, heads).medusa_drafter(Tree.chain(HEADS)).start(places, 9, [None] * len(places))
+        texts, rows = [ids[: place + 2] for place in places], list(range(len(places)))
+        draft = drafting(Context(texts, hidden, torch.tensor([text[-1] for text in texts]), rows, [0] * 40, rows))
+    assert draft.tokens.tolist() == [[(place + ahead) % period for ahead in range(1, HEADS + 2)] for place in places]
+
+
 def test_a_pack_of_two_texts_has_the_losses_of_both(backbone):
     made = random_rows(2, seed=3)
     online = training_module(OnlineHeads, backbone)
@@ -121,6 +146,31 @@ def test_heads_that_fsdp_shares_out_learn_the_same_and_are_gathered_whole(tmp_pa
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=0, atol=1e-6, msg=name)
+
+
+def test_heads_are_taken_from_what_all_ranks_gather(backbone):
+    """Under ZeRO-3 a rank's own parameters are empty; every rank has to take part, and the first gets the heads."""
+    online, wrapper, asked = training_module(OnlineHeads, backbone), object(), []
+    gathered = {name: tensor.clone() for name, tensor in online.state_dict().items()}
+    for parameter in online.parameters():
+        parameter.data = torch.empty(0)
+
+    def gather(module):
+        asked.append(module)
+        return gathered
+
+    for rank in range(2):
+        trainer = SimpleNamespace(
+            model=online, model_wrapped=wrapper, backbone=backbone, args=SimpleNamespace(device=torch.device("cpu")),
+            accelerator=SimpleNamespace(get_state_dict=gather), is_world_process_zero=lambda rank=rank: rank == 0,
+        )  # fmt: skip
+        whole = whole_heads(trainer, online.heads)
+        assert (whole is None) == (rank > 0)
+        if whole:
+            found = {f"heads.{name}": tensor for name, tensor in whole.state_dict().items()}
+            assert found.keys() == gathered.keys()
+            assert all(torch.equal(tensor, gathered[name]) for name, tensor in found.items())
+    assert asked == [wrapper, wrapper]
 
 
 def test_the_backbone_stays_out_of_training(backbone):

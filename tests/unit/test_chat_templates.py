@@ -462,6 +462,17 @@ def test_a_run_of_spaces_does_not_part_an_answer():
     assert_golden(tokenizer, said, [start, Learnt("It   is     a cat.<|im_end|>"), "\n"])
 
 
+def test_marks_from_the_first_token_on():
+    """Nothing stands before the first answer, not even a token that opens the text."""
+    tokenizer = make_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>"
+        "{% endgeneration %}{% else %}<|im_start|>{{ m.content }}{% endif %}{% endfor %}"
+    )
+    pieces = [Learnt("It is a cat.<|im_end|>"), "<|im_start|>And that?", Learnt("A mat.<|im_end|>")]
+    assert_golden(tokenizer, FIRST[1:] + SECOND, pieces)
+
+
 def test_marks_are_believed_where_prefixes_say_otherwise():
     """A template that marks the last answer alone, as those do that show thoughts only there."""
     tokenizer = make_tokenizer("chatml")
