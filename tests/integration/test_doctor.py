@@ -68,6 +68,14 @@ def test_before_any_stage_it_tells_what_can_be_known(command, recipe, tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("native", [True, False])
+def test_a_dtype_that_the_device_emulates_is_told(command, recipe, monkeypatch, native):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": native}, raising=False)
+    code, out, error = command("doctor", recipe, "backbone.dtype=bfloat16")
+    assert code == 0, error
+    assert ("cpu has no bfloat16 instructions and emulates them; prefer backbone.dtype=auto" in out) == (not native)
+
+
 def test_rows_are_counted_and_one_is_shown(command, recipe, tmp_path):
     write_rows(recipe, [make_row(i, ("train", "calibration", "heldout")[i % 3]) for i in range(9)])
     before = files_of(tmp_path)

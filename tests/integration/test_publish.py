@@ -319,6 +319,8 @@ def test_a_backbone_that_hardly_moved_is_published_with_its_adapter(command, run
     assert_refused(publish(command, run), "adapter_model.safetensors is missing or damaged")
     save_file({"a": torch.tensor([1.0, torch.inf])}, folder / "adapter_model.safetensors")
     assert_refused(publish(command, run), "tensor a holds NaN or infinity")
+    save_file({"a": torch.zeros(0)}, folder / "adapter_model.safetensors")  # what ZeRO-3 leaves before gathering
+    assert_refused(publish(command, run), "tensor a is empty")
     assert hub.requests == []
     save_file({"a": torch.ones(2)}, folder / "adapter_model.safetensors")
     assert publish(command, run)[0] == 0
