@@ -119,6 +119,14 @@ def test_a_share_of_a_parameter_is_not_saved(tmp_path, share):
     assert not (tmp_path / WEIGHTS).exists()
 
 
+def test_heads_without_one_of_them_are_not_saved(tmp_path):
+    heads = random_heads()
+    del heads.heads[2]
+    with pytest.raises(UserError, match=r"2\.0\.linear\.weight is missing, not \(32, 32\)"):
+        heads.save_pretrained(tmp_path)
+    assert not (tmp_path / WEIGHTS).exists()
+
+
 @pytest.mark.parametrize("lm_head", ["own", "shared"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_heads_of_a_config_have_their_sizes_before_they_have_memory(kind, lm_head):
