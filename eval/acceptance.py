@@ -68,8 +68,7 @@ def token_ranks(model: MedusaModel, shards: Sequence[Shard]) -> Ranks:
 
 def recall(ranks: Ranks, best: int) -> list[float]:
     """Per head, the share of targets among its ``best`` likeliest tokens (undraftable tokens count as misses)."""
-    hits = (ranks.ranks < best) & ranks.present
-    return (hits.sum(dim=0) / ranks.present.sum(dim=0).clamp(min=1)).tolist()
+    return ((ranks.ranks < best).sum(dim=0) / ranks.present.sum(dim=0).clamp(min=1)).tolist()
 
 
 def replay(ranks: Ranks, tree: Tree) -> DecodeStats:

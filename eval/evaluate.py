@@ -198,7 +198,7 @@ def evaluate(
         },
         "read_again": read_again(model.backbone, shard, counted),
         "categories": categories(questions, answers, collected.counted),
-        "sample": _sample(tokenizer, questions, counted),
+        "sample": typical_generation(tokenizer, questions, counted),
     }
     for arm, row in report["speed"].items():
         same = compare_outputs(model.backbone, plain[0], answers[arm][0]) if plain and arm != SERVER else None
@@ -263,7 +263,7 @@ def _simulated(ranks: Ranks, tree: Tree, measured: float | None) -> dict[str, An
     }
 
 
-def _sample(
+def typical_generation(
     tokenizer: PreTrainedTokenizerBase, questions: Sequence[Question], answers: Sequence[Answer]
 ) -> dict[str, Any]:
     """A typical generation among the longer half, as pieces for colouring."""

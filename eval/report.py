@@ -87,11 +87,11 @@ def basis_text(setting: Mapping[str, Any]) -> str:
 
 def interval_text(speedup: Mapping[str, float | None] | None, name: str = "") -> str:
     """A speedup and its 95 % interval; ``name`` is ``mean_prompt`` for the per-prompt convention."""
-    value = speedup[name or "median"] if speedup else None
-    if speedup is None or value is None:
+    if speedup is None:
         return "n/a"
     low, high = (speedup[f"{name}_{end}" if name else end] for end in ("low", "high"))
-    return figure_text(value) + ("" if low is None or high is None else f" ({figure_text(low)}–{figure_text(high)})")
+    text = figure_text(speedup[name or "median"])
+    return text + ("" if low is None or high is None else f" ({figure_text(low)}–{figure_text(high)})")
 
 
 def summary_markdown(report: Mapping[str, Any]) -> str:

@@ -59,11 +59,11 @@ def rank_shares(ranks: Tensor, present: Tensor, max_rank: int) -> Tensor:
     """``(K, max_rank)``: the share of a head's targets that it ranks r-th, of the positions where it has a target.
 
     Args:
-        ranks: as in `count_prefixes`.
+        ranks: as in `count_prefixes`; `MISS` where there is no target.
         present: ``(T, K)`` whether there is a target.
     """
     wanted = torch.arange(max_rank)
-    found = (ranks[:, :, None] == wanted) & present[:, :, None]
+    found = ranks[:, :, None] == wanted
     return found.sum(dim=0) / present.sum(dim=0).clamp(min=1)[:, None]
 
 

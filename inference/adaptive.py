@@ -196,9 +196,9 @@ class SizeChooser:
 
     def choose(self, chances: Sequence[Sequence[float]], rows: int = 1) -> int:
         """Tokens per row and pass, given the node chances of each active row, best first, and how many rows pass."""
-        promised = {size: sum(sum(row[: size - 1]) for row in chances) / len(chances) for size in self.sizes}
         if len(self.sizes) == 1:
             return self.sizes[0]
+        promised = {size: sum(sum(row[: size - 1]) for row in chances) / len(chances) for size in self.sizes}
         speed = {size: (1 + self.trust * promised[size]) / self.seconds(size, rows) for size in self.sizes}
         best = max(speed, key=speed.__getitem__)
         if best == 1:

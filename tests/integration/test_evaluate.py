@@ -14,9 +14,11 @@ from conftest import random_heads
 from medusa_train.data.chat import load_chat_tokenizer, render_prompt
 from medusa_train.data.hidden_states import shard_of
 from medusa_train.data.rows import Row
+from medusa_train.eval.acceptance import recall, replay, token_ranks
 from medusa_train.eval.answers import Answer, AnswerFile, Turn, local_ask
 from medusa_train.eval.arms import make_decoder
-from medusa_train.eval.evaluate import Plan, evaluate, rows_of
+from medusa_train.eval.evaluate import Plan, evaluate, rows_of, typical_generation
+from medusa_train.eval.figures import step_model
 from medusa_train.eval.lossless import compare_outputs, greedy_identity, read_again, sampling_identity
 from medusa_train.eval.questions import Question
 from medusa_train.eval.server import Server
@@ -101,6 +103,58 @@ def test_a_second_turn_follows_the_arms_own_answer(unbroken, tokenizer):
     assert {row["category"]: row["prompts"] for row in report["categories"]} == {"qa": 2, "writing": 1}
     assert any("One prompt only: writing" in text for text in report["warnings"])
     assert report["speed"]["plain"]["tokens_per_step"] == 1
+
+
+def test_what_is_set_against_each_other_in_a_report_are_its_own_figures(unbroken, model, heldout):
+    report, _ = unbroken
+    plain, medusa = (report["speed"][arm]["ms_per_step"] for arm in ("plain", "medusa"))
+    assert report["overhead"] == pytest.approx(medusa / plain)
+    measured = report["speedup"]["over_plain"]["median"]
+    assert report["model"] == pytest.approx(step_model(report["speed"]["medusa"]["tokens_per_step"], 1.2, measured))
+    assert report["speedup"] == {
+        f"over_{base}": report["speed"]["medusa"][f"over_{base}"] for base in ("generate", "plain")
+    }
+    simulated = report["simulated"]
+    ratio = simulated["tokens_per_step"] / report["acceptance"]["tokens_per_step"]
+    assert simulated["difference"] == pytest.approx(ratio - 1)
+    ranks = token_ranks(model, heldout)
+    assert report["recall"] == {f"top{best}": recall(ranks, best) for best in (1, 5, 10)}
+    (chosen,) = report["trees"]
+    assert chosen["replayed"] == report["replay"]["tokens_per_step"] == replay(ranks, TREE).tokens_per_step
+
+
+def test_the_sample_is_a_typical_one_of_the_longer_half(tokenizer):
+    def answer(*blocks):
+        tokens = sum(count for count, _ in blocks)
+        histogram = Counter(count for count, _ in blocks[1:])
+        turn = Turn(tokens, 1, 0.0, 1.0, "", [1], list(range(20, 20 + tokens)), histogram, [list(b) for b in blocks])
+        return Answer("", str(tokens), "medusa", 0, [turn])
+
+    answers = [
+        answer((1, 0), (2, 1)), answer((1, 0), (1, 0)), answer((1, 0)),  # short
+        answer((1, 0), (5, 4), (5, 4)), answer((1, 0), (3, 2), (1, 0), (3, 3)), answer((1, 0), *[(1, 0)] * 9),
+    ]  # fmt: skip
+    questions = [Question([{"role": "user", "content": f"question {n}"}]) for n in range(6)]
+    found = typical_generation(tokenizer, questions, answers)
+    assert (found["prompt"], found["tokens_per_step"]) == ("question 4", pytest.approx(7 / 3))
+    assert [(piece["step"], piece["drafted"]) for piece in found["pieces"]] == [
+        (0, False), (1, True), (1, True), (1, False), (2, False), (3, True), (3, True), (3, True),
+    ]  # fmt: skip
+    assert [piece["text"] for piece in found["pieces"]] == [tokenizer.decode([id]) for id in range(20, 28)]
+
+
+def test_steps_of_our_loop_are_compiled_before_they_are_timed_and_those_of_others_are_not(
+    model, tokenizer, heldout, tmp_path, monkeypatch
+):
+    def collect(asks, *settings):
+        raise Killed(settings[6])
+
+    monkeypatch.setattr("medusa_train.eval.evaluate.collect", collect)
+    for compiled, arms in ((True, ["plain", "medusa"]), (False, [])):
+        monkeypatch.setattr(model.step, "compiled", compiled)
+        with pytest.raises(Killed) as told:
+            run(model, tokenizer, heldout, tmp_path / "a.jsonl")
+        assert told.value.args == (arms,)
 
 
 def test_questions_that_are_not_timed_are_answered_once_by_the_heads(model, tokenizer, heldout, unbroken, tmp_path):
@@ -341,6 +395,10 @@ def test_a_server_is_an_arm_with_its_own_counters(model, tokenizer, heldout, tmp
 def test_greedy_outputs_are_identical_and_a_difference_is_found(model, tokenizer):
     found = greedy_identity(model, tokenizer, QUESTIONS, 10)
     assert (found["identical_share"], found["prompts"]) == (1, 3)
+    long = Question([{"role": "user", "content": "the cat sat on the mat " * 60}])
+    assert greedy_identity(model, tokenizer, [long, QUESTIONS[1]], 10)["prompts"] == 1
+    with pytest.raises(UserError, match="no prompt leaves room for 10 tokens"):
+        greedy_identity(model, tokenizer, [long], 10)
     turns = [greedy_turn(model, tokenizer, question) for question in QUESTIONS]
     changed = [replace(turns[0], turns=[replace(turns[0].turns[0], ids=[0, *turns[0].turns[0].ids[1:]])]), *turns[1:]]
     outcome = compare_outputs(model.backbone, turns, changed)

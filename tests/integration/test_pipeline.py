@@ -154,19 +154,32 @@ def test_measurements_alone_are_repeated_for_the_same_recipe(recipe_file):
 
 
 def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file):
-    """Times are given, so that both batch sizes have a tree of their own."""
+    """Times are given, so that both batch sizes have a tree of their own; every other round is slower by half."""
 
-    def choose(*batch_sizes):
+    def choose(*batch_sizes, seconds=lambda size: 1e-9 * size**4, **overrides):
+        def measure(model, cells, *rest):
+            best = [seconds(tree.size) if rows > 1 else 1.0 if tree.size == 1 else 0.98 for tree, rows in cells]
+            return [[time, 1.5 * time] for time in best]
+
+        words = [f"inference.batch_sizes={list(batch_sizes)}", *(f"inference.{k}={v}" for k, v in overrides.items())]
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(
-                "medusa_train.tree_stage.measure_step_seconds",
-                lambda model, cells, *rest: [[1e-9 * tree.size**4 if rows > 1 else 1.0] for tree, rows in cells],
-            )
+            patch.setattr("medusa_train.tree_stage.measure_step_seconds", measure)
             # Rerun where only the times are others.
-            job = run(recipe_file, f"inference.batch_sizes={list(batch_sizes)}", last="tree", overwrite=bool(asked))
+            job = run(recipe_file, *words, last="tree", overwrite=bool(asked))
         asked.append(batch_sizes)
         told = json.loads((job.folder.heads / "tree.json").read_text())["chosen_because"]
-        return job.medusa_model(), job.folder.result("tree")["result"] | {"told": told}
+        shards = list(read_cache(job.folder.stage("cache") / "calibration"))
+        result = job.folder.result("tree")["result"]
+        # Every answer token but the first is one that head 1 should have drafted.
+        assert result["calibration_positions"] == sum(
+            int((torch.arange(1, len(shard.tokens) + 1) < shard.ends).sum()) for shard in shards
+        )
+        (row,) = (row for row in result["sizes"] if (row["batch_size"], row["size"]) == (
+            result["chosen_for_batch_size"], result["chosen_size"]))  # fmt: skip
+        assert 1 + sum(gain for _, gain in result["gains"]) == pytest.approx(row["expected_tokens_per_step"])
+        assert [each["size"] for each in result["compared"][:2]] == [result["chosen_size"]] * 2
+        assert result["compared"][0]["step_ms"] == pytest.approx(row["step_ms"])
+        return job.medusa_model(), result | {"told": told}
 
     asked = []
     model, result = choose(1, 3)
@@ -174,18 +187,32 @@ def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file)
         (rows, size) for rows in (1, 3) for size in model.calibration.sizes
     }
     assert model.calibration.step_seconds.keys() == {1, 3}
+    assert result["step_time_noise"] == 0.05
     for row in result["sizes"]:
         assert row["step_ms"] == pytest.approx(1000 * model.calibration.step_seconds[row["batch_size"]][row["size"]])
         assert row["expected_tokens_per_second"] == pytest.approx(
             row["batch_size"] * 1000 * row["expected_tokens_per_step"] / row["step_ms"]
         )
+        if row["batch_size"] == 1:  # a fall of 2 % is noise
+            assert row["measured_step_ms"] == (1000 if row["size"] == 1 else 980)
+            assert 980 < row["step_ms"] < 1000
+        else:
+            assert row["measured_step_ms"] == row["step_ms"] == pytest.approx(1e-6 * row["size"] ** 4)
     best = {row["batch_size"]: row["size"] for row in result["best_sizes"]}
     assert best == {1: max(model.calibration.sizes), 3: min(model.calibration.sizes)}
     assert (result["chosen_for_batch_size"], model.tree.size) == (1, best[1])
-    model, result = choose(3)
+    expected = {row["size"]: row["expected_tokens_per_step"] for row in result["sizes"]}
+    model, result = choose(3, max_rank=1)
     assert (result["chosen_for_batch_size"], model.tree.size) == (3, best[3])
     assert model.calibration.step_seconds.keys() == {1, 3}
     assert result["told"].startswith("at batch size 3, the fastest of")
+    assert {rank for path in model.calibration.superset.paths for rank in path} == {0}, "no other rank may be used"
+    # Slower by 3 %, which is less than the noise, with more tokens per step.
+    model, result = choose(
+        3, seconds=lambda size: 1.03 * expected[size] if size in expected and size > 1 else float(size)
+    )
+    assert model.tree.size == best[1]
+    assert "within the noise of 5.0%" in result["told"]
 
 
 def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, command):

@@ -2,19 +2,22 @@
 
 import itertools
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from conftest import SHAPING_CONFIGS, make_llama, make_shaping_model, no_copies, random_heads
+from conftest import SHAPING_CONFIGS, make_llama, make_shaping_model, no_copies, random_heads, reading
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaModel, NoDrafter, Tree, UserError
 from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
+from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.heads_config import MOST_COPIED, HeadsConfig
 
 TIMES = {1: {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}, 4: {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}}
 SUPERSET = Tree.from_paths([(0, 0, 0), (0, 1, 0), (1, 0), (1, 1), (2,), (0, 0, 1)])
@@ -160,6 +163,44 @@ def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
     assert sizes[-30:].count(1) == 0
 
 
+def test_promises_and_what_came_of_them_are_means_over_the_rows_that_took_part():
+    chooser = SizeChooser({1: {1: 1.0, 2: 1.01, 4: 1.02}}, [1, 2, 4])
+    assert chooser.choose([[0.6, 0.5, 0.4], [0.2, 0.1, 0.0]], rows=2) == 4
+    chooser.observe([2, 1])
+    # Of ten drafts that were taken to be kept; 0.9 were promised to each row.
+    assert chooser.trust == pytest.approx((9.5 + 1.5) / (9.5 + 0.9))
+    chooser.observe([3, 3])
+    assert chooser.trust == pytest.approx(11 / 10.4), "a pass counts once"
+    assert chooser.choose([[0.3, 0.0, 0.0]]) == 2, "the smaller of two that promise the same"
+    chooser.observe([0])
+    assert chooser.trust == pytest.approx(0.95 * 11 / (0.95 * 10.4 + 0.3)), "the promise of the size that was taken"
+
+
+def test_after_a_rest_the_smallest_tree_probes_and_a_tree_that_pays_ends_all_rest():
+    chooser = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.5}}, [1, 2, 4])
+    nothing, much = [[0.0, 0.0, 0.0]], [[0.9, 0.9, 0.9]]
+    found = [1 if chooser.rests() else chooser.choose(nothing) for _ in range(2 * PROBE_EVERY + 2)]
+    assert found == [*[1] * PROBE_EVERY, 2] * 2
+    assert (chooser.choose(nothing), chooser.rests()) == (1, True)
+    assert (chooser.choose(much), chooser.rests()) == (4, False)
+
+
+def test_rows_that_have_ended_are_neither_learnt_from_nor_asked(monkeypatch):
+    seen = []
+    observe, choose = SizeChooser.observe, SizeChooser.choose
+    monkeypatch.setattr(SizeChooser, "observe", lambda self, accepted: seen.append(accepted) or observe(self, accepted))
+    monkeypatch.setattr(
+        SizeChooser, "choose",
+        lambda self, chances, rows=1: seen.append((len(chances), rows)) or choose(self, chances, rows),
+    )  # fmt: skip
+    whole = context(rows=3)
+    drafting = AdaptiveDrafter(random_heads(), calibration()).start([torch.tensor([5])] * 3, 10, [None] * 3)
+    draft = drafting(replace(whole, active=[0, 2], accepted=[5, 7, 2]))
+    assert seen == [[5, 2], (2, 3)], "a pass holds all rows"
+    assert len(draft.trees) == len(draft.tokens) == 3
+    assert AdaptiveDrafter(random_heads(), calibration(), size=5).max_size == 5
+
+
 def test_a_plan_survives_saving(tmp_path):
     heads, plan = random_heads(), calibration()
     save_heads(tmp_path, heads)
@@ -200,18 +241,59 @@ def test_without_calibration_or_with_an_impossible_size_it_says_so():
         AdaptiveDrafter(random_heads(), calibration(), size=12)
 
 
-@pytest.mark.parametrize("truth", [0.7, 1.0, 2.0])
-def test_the_temperature_of_known_distributions_is_found(truth):
-    """Tokens drawn from a head's own distribution at a known temperature; shard positions reach ``ahead`` tokens on."""
-    model = MedusaModel(make_llama(), random_heads())
-    generator = torch.Generator().manual_seed(0)
-    hidden = torch.randn(1500, 32, generator=generator).bfloat16()
-    tokens = torch.zeros(1500, dtype=torch.long)
+DRAFTED = torch.arange(0, 64, 2)
+
+
+def heads_of(kind):
+    """Heads that draft every second token."""
+    torch.manual_seed(0)
+    heads = MedusaHeads(HeadsConfig(3, 1, 32, 64, len(DRAFTED), **reading(kind)), DRAFTED)
+    for parameter in heads.parameters():
+        torch.nn.init.normal_(parameter, std=0.2)
+    return heads.requires_grad_(False)
+
+
+def answers_at_temperature(model, head, truth, answers, seed=0):
+    """A shard of answers that are just long enough for this head, whose last tokens are drawn from what it says.
+
+    An answer begins with the token that the head finds least likely: whoever takes it for a target is far off. Every
+    third ends with a token that no head can draft.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    length = head + 2
+    hidden = torch.randn(answers * length, 32, generator=generator).bfloat16()
+    tokens = torch.randint(64, (answers, length), generator=generator)
+    copies = torch.randint(64, (answers * length, MOST_COPIED), generator=generator, dtype=torch.int32)
+
+    def said():
+        return model.draft_logits(hidden[::length], head, tokens[:, : head + 1], copies[::length])
+
     with torch.inference_mode():
-        logits = model.heads(hidden.float(), 0) / truth
-    tokens[1:] = torch.multinomial(logits.softmax(-1), 1, generator=generator)[:-1, 0]
-    shard = Shard(hidden=hidden, tokens=tokens, ends=torch.full((1500,), 1500), copies=no_copies(1500))
-    assert fit_temperatures(model, [shard])[0] == pytest.approx(truth, rel=0.15)
+        tokens[:, 0] = DRAFTED[said().mean(dim=0).argmin()]
+        tokens[:, -1] = DRAFTED[torch.multinomial((said() / truth).softmax(-1), 1, generator=generator)[:, 0]]
+    tokens[::3, -1] = 1
+    ends = (torch.arange(answers * length) // length + 1) * length
+    return Shard(hidden, tokens.flatten(), ends, copies)
+
+
+@pytest.mark.parametrize("kind", ["medusa", "hydra", "recurrent copies"])
+@pytest.mark.parametrize(("head", "truth"), [(0, 0.7), (0, 1.0), (0, 2.0), (1, 0.7), (2, 2.0)])
+def test_the_temperature_of_known_distributions_is_found(kind, head, truth):
+    model = MedusaModel(make_llama(), heads_of(kind))
+    shards = [answers_at_temperature(model, head, truth, 1000, seed) for seed in (0, 1)]
+    found = fit_temperatures(model, shards)
+    assert found[head] == pytest.approx(truth, rel=0.15)
+    assert found[head + 1 :] == (1.0,) * (2 - head), "no answer is long enough to tell"
+
+
+def test_of_many_positions_some_are_taken_all_over(monkeypatch):
+    model = MedusaModel(make_llama(), heads_of("medusa"))
+    shards = [answers_at_temperature(model, 0, truth, 1500, seed) for seed, truth in enumerate((0.7, 2.0))]
+    apart = [fit_temperatures(model, [shard])[0] for shard in shards]
+    together = fit_temperatures(model, shards)[0]
+    monkeypatch.setattr("medusa_train.eval.calibration.POSITIONS", 750)
+    assert apart[0] * 1.15 < together < apart[1] / 1.15
+    assert fit_temperatures(model, shards)[0] == pytest.approx(together, rel=0.15)
 
 
 @pytest.mark.parametrize("name", SHAPING_CONFIGS)

@@ -54,6 +54,26 @@ def test_a_report_equals_itself():
     assert all(row.a == row.b for row in rows)
 
 
+def test_whatever_was_set_or_made_differently_is_named():
+    other = changed(setting__dtype="bfloat16", made__tree__environment={"torch": "3", "threads": 2})
+    other["setting"]["kind"] = "hydra"
+    assert compare(REPORT, other)[0] == [
+        'dtype: "float32" against "bfloat16"', 'kind: n/a against "hydra"',
+        "threads: n/a against 2", 'torch: "2" against "3"',
+    ]  # fmt: skip
+    assert compare(other, REPORT)[0][1] == 'kind: "hydra" against n/a'
+
+
+def test_every_figure_is_read_from_its_place():
+    found = {row.name: row.a for row in compare(REPORT, REPORT)[1]}
+    assert found["speedup over transformers generate"] == Measured(1.4, 1.3, 1.5)
+    assert found["speedup over one-token decoding"] == Measured(1.2, 1.1, 1.3)
+    assert found["first token, ms, medusa"] == Measured(50, 40, 60)
+    shares = [found[f"best token of head {k} is right"] for k in (1, 2, 3)]
+    assert shares == [Measured(0.5), Measured(0.25), Measured(None)], "there is no third head"
+    assert found["training, seconds"] == Measured(90)
+
+
 def test_only_ranges_that_do_not_meet_differ():
     apart = verdicts(REPORT, changed(speedup__over_generate=spread(1.6, 1.51, 1.7)))
     assert apart["speedup over transformers generate"] == "better"
@@ -90,6 +110,11 @@ def test_what_is_missing_is_n_a_and_never_judged():
     assert "differs: tree_size: 4 against 8" in text
     line = next(line for line in text.splitlines() if line.startswith("tokens per step, replayed"))
     assert line.split()[-2:] == ["n/a", "1.5"]
+    fewer = changed(speed__medusa={})
+    assert (
+        verdicts(REPORT, fewer)["decode tokens/s, medusa"] == verdicts(fewer, REPORT)["first token, ms, medusa"] == ""
+    )
+    assert verdicts(REPORT, changed(overhead=9.0))["medusa step / plain step"] == "", "nothing says how noisy it is"
 
 
 @given(*[st.floats(-5, 5)] * 4, st.booleans())

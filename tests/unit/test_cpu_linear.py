@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from conftest import make_llama, random_heads
+from medusa_train.eval.cost import bytes_read
 from medusa_train.inference import MedusaModel, NoDrafter, Tree
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.cpu_linear import PackedLinear, can_pack, pack_linears
@@ -22,6 +23,16 @@ def test_products_equal(shape, bias):
     with torch.inference_mode():
         assert torch.allclose(packed(x), plain(x), atol=1e-5)
     assert torch.equal(packed.weight, plain.weight)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_packed_layer_is_read_like_a_plain_one(dtype):
+    if not can_pack(dtype):
+        pytest.skip("this processor does not pack this dtype")
+    layers = nn.Sequential(nn.Linear(48, 80), nn.Linear(80, 16, bias=False)).to(dtype).requires_grad_(False)
+    expected = bytes_read(layers)
+    assert pack_linears(layers) == 2
+    assert bytes_read(layers) == expected == (48 * 80 + 80 + 80 * 16) * dtype.itemsize
 
 
 def test_only_plain_linear_layers_are_replaced():

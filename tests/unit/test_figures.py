@@ -7,14 +7,19 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from medusa_train.eval.answers import Turn
+from medusa_train.eval.answers import Answer, Turn
 from medusa_train.eval.figures import (
     acceptance,
+    batch_speed_row,
     bootstrap_speedup,
     categories,
+    part_shares,
+    per_prompt,
+    speed_row,
     speedup,
     step_model,
     step_seconds,
+    tokens_per_step,
     warnings,
 )
 from medusa_train.eval.questions import Question
@@ -57,6 +62,91 @@ def test_the_two_conventions_weigh_prompts_differently():
     assert found["mean_prompt"] == pytest.approx((200 + 100) / 2 / 100)
     assert found["low"] == pytest.approx(1)
     assert found["high"] == pytest.approx(2)
+
+
+def test_every_figure_of_an_arms_time_has_its_closed_form():
+    """Two prompts of 20 tokens, in 10 steps of two and 20 of one; a step takes 50 ms, 150 ms, 25 ms by repeat."""
+    medusa = answers("medusa", [{2: 10}, {1: 20}], 50, (1.0, 3.0, 0.5))
+    plain = answers("plain", [{1: 20}] * 2, 40, (1.0, 1.0, 2.0))
+    row = speed_row(medusa, {"plain": plain, "generate": None})
+    assert row["decode_tokens_per_second"] == pytest.approx(
+        {"median": 40 / 1.5, "minimum": 40 / 4.5, "maximum": 80 / 1.5}
+    )
+    assert row["noise"] == pytest.approx((2 - 1 / 3) / 1)
+    # Of each prompt the first token too, and its 50 ms of prefill.
+    assert row["end_to_end_tokens_per_second"] == pytest.approx(
+        {"median": 42 / 1.6, "minimum": 42 / 4.6, "maximum": 42 / 0.85}
+    )
+    assert row["time_to_first_token_ms"] == pytest.approx({"median": 50, "minimum": 50, "maximum": 50})
+    assert row["tokens_per_step"] == pytest.approx(40 / 30)
+    assert row["ms_per_step"] == pytest.approx(50), "the median repeat"
+    # Ratios of a repeat's own pair: 1.5 s against 1.6, 4.5 against 1.6, 0.75 against 3.2.
+    ratios = {"median": 1.6 / 1.5, "minimum": 1.6 / 4.5, "maximum": 3.2 / 0.75}
+    assert {name: row["over_plain"][name] for name in ratios} == pytest.approx(ratios)
+    # By prompt, the median repeat: 20 tokens in 0.5 s and in 1 s, against 0.8 s each.
+    assert row["over_plain"]["mean_prompt"] == pytest.approx((40 + 20) / 2 / 25)
+    assert row["over_generate"] is None
+    together = batch_speed_row(medusa, {"plain": plain, "generate": None})
+    assert together["over_plain"] == pytest.approx(ratios)
+    assert together["over_generate"] is None
+    for shared in ("decode_tokens_per_second", "noise", "tokens_per_step"):
+        assert together[shared] == row[shared]
+
+
+def test_an_interval_leaves_out_a_fortieth_at_either_end():
+    """Of three prompts, a draw is of one alone with chance 1/27: more than 2.5 %, less than 5 %."""
+    over, of = np.array([[8.0, 8.0]] * 3), np.array([[8.0, 8.0], [8.0, 4.0], [8.0, 2.0]])
+    for found in bootstrap_speedup(over, of):
+        assert (found.low, found.high) == (1, 4)
+
+
+def test_the_per_prompt_convention_is_a_ratio_of_means_not_a_mean_of_ratios():
+    """10 and 40 tokens/s became 20 and 40."""
+    _, mean = bootstrap_speedup(np.array([[40.0, 4.0], [40.0, 1.0]]), np.array([[40.0, 2.0], [40.0, 1.0]]))
+    assert mean.value == pytest.approx(30 / 25)
+
+
+def test_prompts_are_drawn_in_pairs():
+    """Speeds differ tenfold from prompt to prompt, and the heads double each of them."""
+    seconds = np.geomspace(1, 10, 8)
+    over, of = (np.stack([np.full(8, 20.0), seconds * share], axis=1) for share in (1, 0.5))
+    for found in bootstrap_speedup(over, of):
+        assert (found.value, found.low, found.high) == (pytest.approx(2),) * 3
+
+
+def test_each_convention_has_its_own_interval():
+    plain = answers("plain", [{1: 5 * n} for n in range(1, 9)], 40)
+    medusa = answers("medusa", [{1: n * n % 5, 2: 5 * n - n * n % 5} for n in range(1, 9)], 50)
+    total, mean = bootstrap_speedup(per_prompt(plain), per_prompt(medusa))
+    found = speedup(plain, medusa)
+    assert (found["low"], found["high"]) == (total.low, total.high)
+    assert (found["mean_prompt_low"], found["mean_prompt_high"]) == (mean.low, mean.high)
+    assert total.low != mean.low
+
+
+def test_a_prompt_without_steps_is_left_out_of_intervals():
+    over, of = np.array([[8.0, 4.0], [8.0, 4.0]]), np.array([[8.0, 2.0], [8.0, 2.0]])
+    expected = bootstrap_speedup(over, of)
+    for nothing in ([0.0, 0.0], [0.0, 1.0], [5.0, 0.0]):
+        for pair in ((nothing, [8.0, 2.0]), ([8.0, 4.0], nothing)):
+            more = [np.vstack([known, [row]]) for known, row in zip((over, of), pair, strict=True)]
+            assert bootstrap_speedup(*more) == expected
+    assert bootstrap_speedup(over[:0], of[:0])[0].value is None
+
+
+def test_time_goes_to_parts_over_all_repeats():
+    def spent(repeat, **seconds):
+        return [Answer("k", "q", "medusa", repeat, [Turn(1, 1, 0.1, 9.0, "", part_seconds=seconds)] * 2)]
+
+    found = part_shares([spent(0, draft=1.0, forward=3.0), spent(1, draft=1.0, forward=1.0, verify=2.0)])
+    assert found == {"draft": 0.25, "forward": 0.5, "verify": 0.25, "commit": 0}
+    assert set(part_shares([spent(0)]).values()) == {None}, "a share of nothing is not 0"
+
+
+def test_a_servers_own_counters_count_before_its_steps():
+    drafting = [{"drafts": 4, "accepted": 6, "drafted": 12}, {"drafts": 1, "accepted": 0, "drafted": 3}]
+    turns = [Turn(9, 1, 0.1, 0.2, "", drafting=counters) for counters in drafting]
+    assert tokens_per_step([Answer("k", "q", "openai", 0, turns)]) == pytest.approx(1 + 6 / 5)
 
 
 def test_an_interval_covers_the_true_ratio_as_often_as_it_says():
@@ -104,11 +194,18 @@ def test_a_report_is_flagged_where_it_should_be():
     assert noisy["warnings"][0].startswith(
         "Noisy machine: tokens/s of generate, plain, medusa, plain in batches of 4, "
     )
+    noisy["speed"]["plain"]["noise"] = 0.6
+    assert "varied by up to 60% between" in warnings(noisy)[0]
     parted = copy.deepcopy(report)
+    parted["categories"][0]["timed_prompts"] = 1
     parted["model"]["difference"] = -0.2
     parted["simulated"]["difference"] = 0.06
     told = " ".join(warnings(parted))
     assert "20% below tokens per step / overhead" in told
+    assert "part by 6%" in told
+    parted["model"]["difference"], parted["simulated"]["difference"] = 0.11, -0.06
+    told = " ".join(warnings(parted))
+    assert "11% above tokens per step / overhead" in told
     assert "part by 6%" in told
     assert "One prompt only: math." in told
 
@@ -119,7 +216,7 @@ def test_categories_count_all_prompts_and_time_the_timed_ones():
     ids = [question.id for question in questions]
     timed = {
         "plain": answers("plain", [{1: 12}], 40, ids=ids[1:]),
-        "medusa": answers("medusa", [{2: 6}], 50, ids=ids[1:]),
+        "medusa": answers("medusa", [{2: 6}], 50, (1.0, 3.0, 0.5), ids=ids[1:]),
     }
     counted = answers("medusa", [{4: 2}, {2: 6}, {3: 4}], 50, ids=ids)[0]
     qa, math = categories(questions, timed, {"medusa": counted})
@@ -131,6 +228,10 @@ def test_categories_count_all_prompts_and_time_the_timed_ones():
     assert math["arms"]["medusa"]["tokens_per_step"] == pytest.approx(3)
     assert math["arms"]["medusa"]["over_plain"] is math["arms"]["medusa"]["decode_tokens_per_second"] is None
     assert math["arms"]["plain"]["tokens_per_step"] is None, "nobody counted"
+    timed["plain"] = answers("plain", [{}], 40, ids=ids[1:])
+    qa, _ = categories(questions, timed, {"medusa": counted})
+    assert qa["arms"]["medusa"]["decode_tokens_per_second"] == pytest.approx(2 / 0.05)
+    assert qa["arms"]["medusa"]["over_plain"] is None, "plain decoding ended with its first token"
 
 
 def test_categories_are_the_prompts_of_their_kind():

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -126,6 +127,8 @@ def test_what_is_timed_does_not_follow_the_order_of_a_file():
     """Of kinds that alternate, not every second question, which would be of one kind."""
     asked = [Question([{"role": "user", "content": str(n)}], category="ab"[n % 2]) for n in range(12)]
     assert [asked[place].category for place in spread(asked, 4)].count("a") == 2
+    alike = [replace(question, category="") for question in asked]
+    assert spread(alike, 2) == [3, 9], "the middle of either half"
 
 
 @given(questions, st.integers(1, 40), st.randoms())

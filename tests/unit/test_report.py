@@ -8,8 +8,10 @@ from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
+import torch
 
-from medusa_train.eval.cost import Machine, cost_of_run, cost_table
+from conftest import make_llama
+from medusa_train.eval.cost import Machine, bytes_read, cost_of_run, cost_table
 from medusa_train.eval.report import figure_text, headline, interval_text, percent_text, summary_markdown, write_report
 from medusa_train.inference import UserError
 from synthetic import synthetic_report
@@ -57,6 +59,8 @@ def test_figures_are_written_alike_everywhere():
     assert interval_text(None) == "n/a"
     assert interval_text({"median": 1.5, "low": None, "high": None}) == "1.50"
     assert interval_text({"median": None, "low": None, "high": None}) == "n/a"
+    both = {"median": 1.5, "low": 1.4, "high": 1.6, "mean_prompt": 2.5, "mean_prompt_low": 2.4, "mean_prompt_high": 2.6}
+    assert [interval_text(both), interval_text(both, "mean_prompt")] == ["1.50 (1.40–1.60)", "2.50 (2.40–2.60)"]
 
 
 class Page(HTMLParser):
@@ -98,6 +102,19 @@ def test_the_page_holds_everything_and_loads_nothing(tmp_path):
     assert page_of(tmp_path, report) == text, "equal reports are equal files"
 
 
+def test_the_headline_is_the_reports(tmp_path, no_plots):
+    """20 tokens in 12 steps of 50 ms, in 20 of 40 ms, and of 42 ms."""
+    write_report(tmp_path, synthetic_report())
+    lines = headline(tmp_path).splitlines()
+    assert lines[0] == "tokens per step   1.67   (tree of 6; replayed on all held-out answers 1.60)"
+    assert lines[1] == "decode tokens/s   33.33 medusa, 25.00 one token per pass, 23.81 transformers generate"
+    assert lines[2] == (
+        "speedup           1.40 (1.40–1.40) over generate, 1.33 (1.33–1.33) over one-token decoding in the same loop"
+    )
+    assert lines[3] == "of                speed and counts: all 12 prompts, 3 repeats"
+    assert lines[4] == "identical         100 % of timed outputs equal plain greedy decoding token for token"
+
+
 def test_what_was_not_measured_is_never_a_number(tmp_path, no_plots):
     report = synthetic_report()
     for arm in ("plain", "generate"):
@@ -116,7 +133,9 @@ def test_what_was_not_measured_is_never_a_number(tmp_path, no_plots):
     assert "compared with nothing" in text
     lines = headline(tmp_path).splitlines()
     assert lines[0].startswith("tokens per step   n/a")
+    assert lines[1].endswith(" medusa, n/a one token per pass, n/a transformers generate")
     assert lines[2].startswith("speedup           n/a over generate, n/a over")
+    assert lines[4].startswith("identical         n/a of")
     assert "| n/a |" in (tmp_path / "report.md").read_text()
 
 
@@ -171,6 +190,20 @@ def test_costs_are_those_of_the_steps(watts):
     assert "believe what was measured" not in cost_table(result)
     report["speed"]["medusa"]["decode_tokens_per_second"]["median"] = 25.0
     assert "believe what was measured" in cost_table(cost_of_run(report, Machine(3.6, 50e9)))
+    report["speed"]["medusa"]["decode_tokens_per_second"]["median"] = 45.0
+    assert "believe what was measured" in cost_table(cost_of_run(report, Machine(3.6, 50e9))), (
+        "too slow a model as well"
+    )
+
+
+def test_a_pass_reads_every_weight_once_and_a_few_rows_of_embeddings():
+    apart, tied = make_llama(tie_word_embeddings=False), make_llama(tie_word_embeddings=True)
+    embeddings = apart.get_input_embeddings().weight.numel()
+    assert bytes_read(apart) == 4 * (apart.num_parameters() - embeddings)
+    assert bytes_read(tied) == 4 * tied.num_parameters(), "the projection is read, whatever else it is"
+    heads = torch.nn.ModuleList([torch.nn.Linear(4, 8), torch.nn.Linear(4, 8)])
+    heads[1].weight = heads[0].weight
+    assert bytes_read(heads) == 4 * (4 * 8 + 8 + 8)
 
 
 def test_a_slower_hour_of_the_machine_is_no_error_of_the_cost_model():

@@ -4,9 +4,10 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy.stats import chi2_contingency
 
 from medusa_train.eval.lossless import verdict
-from medusa_train.eval.sampling_test import ENDED, compare_samples, holm, permutation_p, table
+from medusa_train.eval.sampling_test import ENDED, chi_square, compare_samples, holm, permutation_p, table
 
 PLAIN = np.array([0.4, 0.25, 0.15, 0.1, 0.05, 0.03, 0.02])
 
@@ -59,10 +60,19 @@ def test_rare_tokens_are_counted_as_one_and_an_end_is_a_token():
     assert counts.tolist() == [[10, 3], [10, 3]]
     assert permutation_p(counts, np.random.default_rng(0)) == 1
     assert table([1] * 3, [1] * 3).tolist() == [[3], [3]]
-    (test,) = compare_samples([[[1]] * 30], [[[1, 2]] * 30], 2, seed=0)
+    assert table([1] * 10 + [2] * 2, [1] * 10 + [2] * 3).tolist() == [[10, 2], [10, 3]], "five are not rare"
+    assert table([1] * 10 + [2] * 2, [1] * 10 + [2] * 2 + [3]).tolist() == [[10, 2], [10, 3]], "nor are rare ones lost"
+    (test,) = compare_samples([[[1]] * 30], [[[1, 1]] * 30], 2, seed=0)
     assert (test.position, test.cells) == (1, 2), "the first token never varies, the second is missing in one sample"
     assert test.p < 0.001
     assert ENDED < 0
+
+
+def test_the_statistic_is_that_of_a_contingency_table_of_any_two_sizes():
+    counts = np.array([[9, 2, 14], [30, 31, 17]])
+    found = chi_square(counts[0], counts.sum(axis=0), counts[0].sum() / counts.sum())
+    assert found == pytest.approx(chi2_contingency(counts, correction=False).statistic)
+    assert permutation_p(np.array([[5, 10], [20, 40]]), np.random.default_rng(0)) == 1, "the same shares"
 
 
 @given(st.lists(st.floats(0, 1), max_size=8))

@@ -44,6 +44,8 @@ def test_falls_within_the_noise_are_levelled_and_larger_ones_kept():
     assert level([10, 20, 19.9, 30], 0.02) == [10, 19.95, 19.95, 30]
     assert level([28, 22, 28, 42], 0.02) == [28, 22, 28, 42]
     assert level([20, 19.9, 19.8, 15], 0.02) == pytest.approx([19.9, 19.9, 19.9, 15])
+    # A slow fall is noise from neighbour to neighbour, and too much of it is none.
+    assert level([20, 19.7, 19.4, 19.1], 0.02) == pytest.approx([19.85, 19.85, 19.25, 19.25])
 
 
 def test_noise_is_the_gap_of_the_best_two_rounds_and_a_busy_machine_is_capped():

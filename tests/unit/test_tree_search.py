@@ -8,7 +8,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from medusa_train.eval.acceptance import Ranks, recall, replay
-from medusa_train.eval.tree_search import MISS, TreeChoice, best_tree, choose_tree, count_prefixes, expected_tokens
+from medusa_train.eval.tree_search import (
+    MISS,
+    TreeChoice,
+    best_tree,
+    choice_reason,
+    choose_tree,
+    count_prefixes,
+    expected_tokens,
+    independent_tree,
+    rank_shares,
+)
 from medusa_train.inference import Tree
 
 rank = st.sampled_from([0, 1, 2, 3, MISS])
@@ -63,6 +73,18 @@ def test_ranks_beyond_the_bound_and_misses_end_a_path():
     assert prefixes.counts == {(0,): 3, (0, 1): 1, (0, 1, 0): 1}
 
 
+def test_shares_are_of_a_heads_targets_and_their_products_choose_the_independent_tree():
+    ranks = torch.tensor([[0, 1], [0, MISS], [2, 0], [MISS, 0]])
+    present = torch.tensor([[True, True], [True, False], [True, True], [True, True]])
+    shares = rank_shares(ranks, present, max_rank=3)
+    assert shares.tolist() == [[0.5, 0, 0.25], pytest.approx([2 / 3, 1 / 3, 0])]
+    # Gains: 1/2, 1/3 below it, 1/4; then 1/6 below either, and 1/12. Nothing that no head ever said.
+    assert independent_tree(shares, 1) == Tree.root_only()
+    assert independent_tree(shares, 4) == Tree.from_paths([(0,), (0, 0), (2,)])
+    every = [(0,), (0, 0), (2,), (0, 1), (2, 0), (2, 1)]
+    assert independent_tree(shares, 99) == Tree.from_paths(every)
+
+
 def test_the_fastest_choice_is_not_the_most_accepting_one():
     prefixes = count_prefixes(torch.tensor([[0], [0], [1], [2]]), max_rank=3)
     trees = [best_tree(prefixes, size) for size in (1, 2, 4)]
@@ -82,6 +104,18 @@ def test_of_sizes_that_the_noise_cannot_tell_apart_the_most_accepting_one_is_cho
     assert [choose_tree(choices, noise).expected_tokens for noise in (0.0, 0.005, 0.02, 0.5, 1.0)] == [
         1.5, 1.5, 1.6, 1.6, 2,
     ]  # fmt: skip
+
+
+def test_a_choice_tells_its_reason():
+    slow, fast = TreeChoice(Tree.chain(3), 1.6, 0.05), TreeChoice(Tree.chain(1), 1.65, 0.05)
+    assert choice_reason([slow, fast], fast, 0.02) == (
+        "the fastest of 2 sizes, 33.0 expected tokens/s a row: 1.65 tokens per step of 50 ms"
+    )
+    close = TreeChoice(Tree.chain(3), 1.66, 0.051)
+    assert choice_reason([close, fast], close, 0.02) == (
+        "32.5 expected tokens/s a row: 1.66 tokens per step of 51 ms; 2 tokens per pass come to 33.0, within the noise "
+        "of 2.0%, with fewer tokens per step"
+    )
 
 
 def ranks_of(answers):
