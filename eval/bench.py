@@ -83,7 +83,7 @@ def bench(
         UserError: a question does not fit the model's context, there are too few for a batch, or nothing was decoded.
     """
     prompts = [torch.tensor(render_prompt(tokenizer, question.messages)) for question in questions]
-    _check_prompts(model.backbone, prompts, batch_sizes, max_new_tokens)
+    check_prompts(model.backbone, prompts, batch_sizes, max_new_tokens)
     models = {False: model, True: model.compiled()}  # one backbone, the same heads
     decoders = {
         arm: make_decoder(arm.removesuffix(COMPILED), models[arm.endswith(COMPILED)], draft_model) for arm in arms
@@ -100,9 +100,7 @@ def bench(
         if (name := arm.removesuffix(COMPILED)) in DRAFTERS:
             timed = models[arm != name]
             stats = [run.stats for repeat in found for run in repeat]
-            row["outside_forward"] = _outside_forward(
-                timed, DRAFTERS[name](timed, draft_model), batches[size][0], stats
-            )
+            row["outside_forward"] = outside_forward(timed, DRAFTERS[name](timed, draft_model), batches[size][0], stats)
         else:
             row["outside_forward"] = None
         rows.append(row)
@@ -127,7 +125,7 @@ def bench(
             "lookup_tokens": LOOKUP_TOKENS,
         },
         "rows": rows,
-        "categories": _by_category(questions, {arm: runs[1, arm] for arm in arms if (1, arm) in runs}),
+        "categories": by_category(questions, {arm: runs[1, arm] for arm in arms if (1, arm) in runs}),
     }
 
 
@@ -193,9 +191,14 @@ def _full_batches(prompts: Sequence[Tensor], size: int) -> list[Sequence[Tensor]
     return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
 
 
-def _check_prompts(
+def check_prompts(
     backbone: Backbone, prompts: Sequence[Tensor], batch_sizes: Sequence[int], max_new_tokens: int
 ) -> None:
+    """Refuse prompts that are too few for a batch or too long for the budget.
+
+    Raises:
+        UserError: which of both, and what to do.
+    """
     if (largest := max(batch_sizes)) > len(prompts):
         raise UserError(f"a batch of {largest} needs as many prompts, there are {len(prompts)}; give more prompts")
     longest = max(map(len, prompts))
@@ -250,9 +253,14 @@ def _compare(
     return {"identical_to_plain": 1 - len(differences) / len(prompts), "differences": differences}
 
 
-def _outside_forward(
+def outside_forward(
     model: MedusaModel, drafter: Drafter, prompts: Sequence[Tensor], measured: Sequence[DecodeStats]
 ) -> float | None:
+    """Share of a step that is not the backbone's pass; None where nothing was timed.
+
+    Args:
+        measured: what was counted while decoding; believed on a CPU alone.
+    """
     if model.backbone.device.type == "cpu":
         spent = {part: sum(getattr(stats, f"{part}_seconds") for stats in measured) for part in PARTS}
     else:  # launches return before their work is done, so the parts are timed in a run that waits between them
@@ -261,7 +269,7 @@ def _outside_forward(
     return 1 - spent["forward"] / sum(spent.values()) if spent["forward"] else None
 
 
-def _by_category(questions: Sequence[Question], runs: Mapping[str, Runs]) -> list[dict[str, Any]]:
+def by_category(questions: Sequence[Question], runs: Mapping[str, Runs]) -> list[dict[str, Any]]:
     """Tokens per step and tokens/s of every arm on the prompts of each category, at batch size 1."""
     rows = []
     for category in dict.fromkeys(question.category for question in questions if question.category):

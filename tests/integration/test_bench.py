@@ -5,16 +5,18 @@ import os
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from conftest import assert_refused, random_heads
 from medusa_train.eval.arms import ARMS, BATCH_OF_ONE, DRAFTERS
-from medusa_train.eval.bench import choose_arms, parse_batch_sizes
-from medusa_train.eval.questions import load_questions
+from medusa_train.eval.bench import by_category, check_prompts, choose_arms, outside_forward, parse_batch_sizes
+from medusa_train.eval.questions import Question, load_questions
 from medusa_train.eval.simulate import (
     TREE_SIZES,
     accepted_deck,
@@ -22,9 +24,11 @@ from medusa_train.eval.simulate import (
     parse_histogram,
     part_seconds,
 )
+from medusa_train.eval.speed import Run
 from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError, load_backbone
 from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.checkpoint import save_heads, save_tree
+from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.stopping import Stopping
 from medusa_train.inference.verify import verify_greedy
 
@@ -76,6 +80,8 @@ def test_every_arm_and_batch_is_measured_and_adds_up(command, files, tiny_chat_f
         ratios = [ours / plain for ours, plain in zip(speeds, base, strict=True)]
         assert row["over_plain"]["maximum"] == pytest.approx(max(ratios))
         assert (row["outside_forward"] is None) == (arm not in DRAFTERS)
+        per_pass = [1000 * repeat["decode_seconds"] / repeat["passes"] for repeat in row["repeats"]]
+        assert row["ms_per_pass"]["maximum"] == pytest.approx(max(per_pass))
         for repeat in row["repeats"]:
             assert repeat["tokens"] == repeat["prefill_tokens"] + repeat["step_tokens"]
             assert repeat["tokens"] == rows["plain", size]["repeats"][0]["tokens"]
@@ -97,6 +103,35 @@ def test_every_arm_and_batch_is_measured_and_adds_up(command, files, tiny_chat_f
     assert all(shown.count(f"\n{arm} ") == (1 if arm in BATCH_OF_ONE else 2) for arm in ARMS)
     assert "writing" in shown
     assert "plain+compiled" not in shown, "nothing was compiled"
+
+
+def test_categories_are_of_their_own_prompts_and_a_quick_end_has_no_speed():
+    def run(histogram, seconds):
+        return Run([[]], 1.0, seconds, stats=DecodeStats(histogram=Counter(histogram)))
+
+    questions = [Question([], category=kind) for kind in ("qa", "writing", "qa", "", "math")]
+    repeats = [[run({2: 3}, 1.0), run({1: 4}, 2.0), run({4: 1}, 1.0), run({9: 9}, 1.0), run({}, 0.0)]] * 2
+    qa, writing, math = by_category(questions, {"medusa": repeats})
+    assert (qa["prompts"], qa["tokens_per_step"]) == (2, 2.5)
+    assert qa["tokens_per_second"] == {"median": 5, "minimum": 5, "maximum": 5}
+    assert (writing["prompts"], writing["tokens_per_step"], writing["tokens_per_second"]["median"]) == (1, 1, 2)
+    assert (math["prompts"], math["tokens_per_step"], math["tokens_per_second"]) == (1, None, None)
+
+
+def test_what_is_outside_the_forward_is_all_but_it():
+    model = SimpleNamespace(backbone=SimpleNamespace(device=torch.device("cpu")))
+    stats = DecodeStats(draft_seconds=1.0, forward_seconds=6.0, verify_seconds=2.0, commit_seconds=1.0)
+    assert outside_forward(model, NoDrafter(), [], [stats, DecodeStats(forward_seconds=10.0)]) == pytest.approx(0.2)
+    assert outside_forward(model, NoDrafter(), [], [DecodeStats()]) is None
+
+
+def test_prompts_fit_up_to_the_last_position():
+    backbone = SimpleNamespace(max_positions=10)
+    check_prompts(backbone, [torch.arange(3), torch.arange(6)], [1, 2], 4)
+    with pytest.raises(UserError, match="exceeds the backbone's 10"):
+        check_prompts(backbone, [torch.arange(3), torch.arange(6)], [1, 2], 5)
+    with pytest.raises(UserError, match="a batch of 3 needs as many prompts"):
+        check_prompts(backbone, [torch.arange(3), torch.arange(6)], [1, 3], 4)
 
 
 def test_some_arms_of_some_prompts_without_categories(command, files):
@@ -198,6 +233,14 @@ def test_a_simulation_accepts_what_it_is_told(command, tmp_path):
     for row in result["rows"]:
         wanted = 1 if row["tree_size"] == 1 else 1.75
         assert row["tokens_per_step"] == pytest.approx(wanted, abs=0.05)
+        plain = next(
+            each for each in result["rows"] if (each["batch_size"], each["tree_size"]) == (row["batch_size"], 1)
+        )
+        assert len(row["repeats"]) == 1, "the round that warms up is not among them"
+        assert row["ratio"]["median"] == pytest.approx(row["step_ms"]["median"] / plain["step_ms"]["median"])
+        assert row["tokens_per_second"]["median"] == pytest.approx(
+            1000 * row["batch_size"] * row["tokens_per_step"] / row["step_ms"]["median"]
+        )
         assert row["repeats"][0]["steps"] == result["setting"]["steps"] * row["batch_size"]
         assert all(seconds > 0 for seconds in row["parts_ms"].values())
         assert row["speedup"]["median"] == pytest.approx(row["tokens_per_step"] / row["ratio"]["median"])
@@ -229,6 +272,12 @@ def test_simulated_trees_hold_the_chain(size, depth):
         assert tree.depth == depth
         assert (0,) * depth in tree.paths
         tree.check(depth, 10)
+
+
+def test_simulated_trees_hold_the_likeliest_nodes():
+    """Ranks are right once in 2, 8 and 18 times."""
+    assert likely_tree(4, 2) == Tree.from_paths([(0,), (0, 0), (1,)])
+    assert likely_tree(7, 2) == Tree.from_paths([(0,), (0, 0), (1,), (0, 1), (1, 0), (2,)])
 
 
 def test_a_deck_has_the_histograms_shares_at_random():

@@ -354,6 +354,7 @@ class FakeVllm(BaseHTTPRequestHandler):
         self.reply("\n".join(lines))
 
     def do_POST(self):
+        assert self.headers["Authorization"] == "Bearer secret"
         self.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         for name, count in (("num_drafts", 2), ("num_draft_tokens", 6), ("num_accepted_tokens", 3)):
             self.totals[name] += count

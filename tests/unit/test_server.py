@@ -73,7 +73,7 @@ def test_counters_of_all_engines_are_added_and_the_answers_own_part_is_taken(giv
             "# HELP vllm:spec_decode_num_drafts_total drafts",
             *(f'vllm:spec_decode_num_drafts_total{{engine="{n}"}} {drafts}.0' for n in (0, 1)),
             f"vllm:spec_decode_num_accepted_tokens_total {accepted}.0",
-            'vllm:spec_decode_num_accepted_tokens_total_created{engine="0"} 1.7e9',
+            f'vllm:spec_decode_num_accepted_tokens_total_created{{engine="0"}} {drafted}.5',
             f'vllm:spec_decode_num_draft_tokens_total{{engine="0"}} {drafted}.0',
         )
 
