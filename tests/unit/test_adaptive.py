@@ -16,8 +16,7 @@ from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaMod
 from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
-from medusa_train.inference.heads import MedusaHeads
-from medusa_train.inference.heads_config import MOST_COPIED, HeadsConfig
+from medusa_train.inference.heads_config import MOST_COPIED
 
 TIMES = {1: {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}, 4: {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}}
 SUPERSET = Tree.from_paths([(0, 0, 0), (0, 1, 0), (1, 0), (1, 1), (2,), (0, 0, 1)])

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from medusa_train.eval.answers import Answer, AnswerFile, Turn, collect, fits, local_ask
+from medusa_train.eval.answers import Answer, AnswerFile, Turn, fits, local_ask
+from medusa_train.eval.collect import collect
 from medusa_train.eval.questions import Question
 from medusa_train.eval.speed import WARM_UP_TOKENS, Run
 from medusa_train.inference.stats import DecodeStats
