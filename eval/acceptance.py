@@ -71,6 +71,11 @@ def recall(ranks: Ranks, best: int) -> list[float]:
     return ((ranks.ranks < best).sum(dim=0) / ranks.present.sum(dim=0).clamp(min=1)).tolist()
 
 
+def recalls(ranks: Ranks) -> dict[str, list[float]]:
+    """`recall` among the best 1, 5 and 10 tokens, by name."""
+    return {f"top{best}": recall(ranks, best) for best in (1, 5, 10)}
+
+
 def replay(ranks: Ranks, tree: Tree) -> DecodeStats:
     """Greedy decoding of the cached answers with this tree, step by step, counted like a real run."""
     paths = set(tree.paths)

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from medusa_train.data.chat import Span
 from medusa_train.data.hidden_states import Shard, shard_of
 from medusa_train.data.rows import Row
-from medusa_train.eval.acceptance import Ranks, recall, replay, token_ranks
+from medusa_train.eval.acceptance import Ranks, recalls, replay, token_ranks
 from medusa_train.eval.answers import Answer, AnswerFile, Answers, Ask, fits, local_ask, prompt_ids
 from medusa_train.eval.arms import BATCH_OF_ONE, NEED_DRAFT_MODEL, SERVER, make_decoder
 from medusa_train.eval.collect import collect
@@ -174,13 +174,13 @@ def evaluate(
             "tree_paths": [list(path) for path in model.tree.paths if path],
         },
         "acceptance": accepted,
-        "simulated": _simulated(token_ranks(model, [shard]), model.tree, accepted["tokens_per_step"]),
+        "simulated": simulated(token_ranks(model, [shard]), model.tree, accepted["tokens_per_step"]),
         "replay": {
             "tokens_per_step": predicted.tokens_per_step,
             "steps": predicted.steps,
             "answers": predicted.prefill_tokens,
         },
-        "recall": {f"top{best}": recall(ranks, best) for best in (1, 5, 10)},
+        "recall": recalls(ranks),
         "trees": [
             row | {"replayed": replay(ranks, Tree.from_paths(row["paths"])).tokens_per_step} for row in plan.compared
         ],
@@ -253,13 +253,13 @@ def rows_of(answers: Sequence[Answer]) -> list[Row]:
     return rows
 
 
-def _simulated(ranks: Ranks, tree: Tree, measured: float | None) -> dict[str, Any]:
+def simulated(ranks: Ranks, tree: Tree, measured: float | None) -> dict[str, Any]:
     """What the heads' ranks along the answers give the tree; it should be what decoding measured."""
     tokens = replay(ranks, tree).tokens_per_step
     return {
         "tokens_per_step": tokens,
         "difference": tokens / measured - 1 if tokens and measured else None,
-        "recall": {f"top{best}": recall(ranks, best) for best in (1, 5, 10)},
+        "recall": recalls(ranks),
     }
 
 

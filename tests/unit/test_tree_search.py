@@ -7,7 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from medusa_train.eval.acceptance import Ranks, recall, replay
+from medusa_train.eval.acceptance import Ranks, recall, recalls, replay
+from medusa_train.eval.evaluate import simulated
 from medusa_train.eval.tree_search import (
     MISS,
     TreeChoice,
@@ -157,3 +158,17 @@ def test_recall_divides_by_the_targets_of_each_head():
     ranks = ranks_of([[[0, 4], [3, MISS], [0, 0], [0, 0]]])
     assert recall(ranks, 1) == pytest.approx([2 / 3, 0 / 2])
     assert recall(ranks, 5) == pytest.approx([3 / 3, 1 / 2])
+    assert recall(ranks, 4) == pytest.approx([3 / 3, 0 / 2]), "the fifth best is not among the best four"
+    assert recalls(ranks_of([[[0], [1], [5], [9], [10], [0]]])) == {
+        "top1": pytest.approx([1 / 5]), "top5": pytest.approx([2 / 5]), "top10": pytest.approx([4 / 5]),
+    }  # fmt: skip
+
+
+def test_what_ranks_give_is_set_against_what_was_measured():
+    """A chain of one, in an answer of six tokens: prefill's, two, one, two."""
+    ranks = ranks_of([[[0], [9], [9], [0], [0], [0]]])
+    found = simulated(ranks, Tree.chain(1), 1.25)
+    assert found["tokens_per_step"] == pytest.approx(5 / 3)
+    assert found["difference"] == pytest.approx(5 / 3 / 1.25 - 1)
+    assert found["recall"] == recalls(ranks)
+    assert simulated(ranks, Tree.chain(1), None)["difference"] is None
