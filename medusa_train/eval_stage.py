@@ -52,10 +52,10 @@ def run_eval(job: Job) -> dict[str, Any]:
         step_seconds={size: ms / 1000 for size, ms in timed_step_ms(made["tree"]["result"]["sizes"], 1).items()},
         compared=made["tree"]["result"]["compared"],
     )
-    kept = AnswerFile(stage / "answers.jsonl", _answers_key(job, model, plan))
+    kept = AnswerFile(stage / "answers.jsonl", answers_key(job, model, plan))
     report = evaluate(model, job.tokenizer, job.measured("heldout"), plan, kept)
     report |= {"made": made, "environment": environment(), "peak_memory_gb": peak_memory_gb()}
-    report |= _extras(folder.path, heads_hash(folder.heads))
+    report |= extras_of(folder.path, heads_hash(folder.heads))
     write_report(folder.path, report)
     write_model_card(folder.heads, report)
     for warning in report["warnings"]:
@@ -117,7 +117,8 @@ def add_to_report(folder: Path, heads: str, section: str, content: dict[str, Any
             write_report(folder, report | {section: content})
 
 
-def _extras(folder: Path, heads: str) -> dict[str, Any]:
+def extras_of(folder: Path, heads: str) -> dict[str, Any]:
+    """What `add_to_report` kept in a run's folder about these heads, by section."""
     found = {}
     for section in EXTRAS:
         path = folder / f"{section}.json"
@@ -138,7 +139,7 @@ def _server(section: EvalSection) -> Server | None:
     return None
 
 
-def _answers_key(job: Job, model: MedusaModel, plan: Plan) -> str:
+def answers_key(job: Job, model: MedusaModel, plan: Plan) -> str:
     """Hash of all that an answer and its time depend on."""
     content = [
         heads_hash(job.folder.heads),

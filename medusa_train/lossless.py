@@ -73,7 +73,7 @@ def check_lossless(
         "tree_size": model.tree.size,
         "greedy": greedy_identity(model, tokenizer, questions, budget),
         "sampling": sampling_identity(
-            model, _sampled(questions, tokenizer), samples, tokens, temperature, verifier,
+            model, shortest_prompts(questions, tokenizer), samples, tokens, temperature, verifier,
             job.recipe.seed if job else 0,
         ),
     }  # fmt: skip
@@ -83,7 +83,7 @@ def check_lossless(
     return result, job.folder.path
 
 
-def _sampled(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def shortest_prompts(questions: Sequence[Question], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
     """The shortest questions: what is tested is verification, and a short prompt is read sooner."""
     return sorted((prompt_ids(question, tokenizer) for question in questions), key=len)[:SAMPLED_PROMPTS]
 

@@ -89,6 +89,8 @@ def test_greedy_answers_are_self_consistent_and_others_are_not(command, run, tin
     assert self_consistency(backbone, [other, whole]) == [
         (len(answers[0]) - 1, len(answers[0])), (len(answers[2]), len(answers[2])),
     ]  # fmt: skip
+    turned = self_consistency(backbone, [whole, other])
+    assert turned == self_consistency(backbone, [other, whole])[::-1], "in the order of the rows, not of their lengths"
 
     code, out, error = command("data", "inspect", run, "--rows", 0, "--self-consistency", 2)
     assert code == 0, error

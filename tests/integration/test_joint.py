@@ -247,6 +247,12 @@ def test_drift_is_zero_for_a_fresh_adapter_and_that_of_the_model_for_a_trained_o
     assert drift["base_perplexity"] == pytest.approx(math.exp(losses[0]), rel=1e-4)
     assert drift["adapted_perplexity"] == pytest.approx(math.exp(losses[1]), rel=1e-4)
     assert drift["perplexity_drift"] == pytest.approx(math.exp(losses[1] - losses[0]) - 1, rel=1e-3)
+    texts = [torch.tensor([row.input_ids]) for row in rows]
+    before, after = (
+        torch.cat([run(text).logits[0, 2:-1].log_softmax(-1) for text in texts]) for run in (base, model.backbone.model)
+    )
+    expected = (before.exp() * (before - after)).sum(dim=-1).mean().item()  # what was, as the base says, against now
+    assert drift["kl_to_base"] == pytest.approx(expected, rel=1e-3)
     assert drift["kl_to_base"] > 0.01
 
 

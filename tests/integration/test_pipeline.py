@@ -223,6 +223,7 @@ def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, comman
     ]
     asked.write_text("".join(json.dumps(record) + "\n" for record in records))
     overrides = [f"eval.benchmark={asked}", "eval.num_prompts=2", "eval.repeats=1", "inference.tree=[[0],[1],[0,0]]"]
+    overrides.append("inference.batch_sizes=[2]")
     code, printed, error = command("quickstart", *overrides, "--recipe", recipe_file)
     assert code == 0, error
     folder = tmp_path / "run"
@@ -236,6 +237,8 @@ def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, comman
         4,
     )
     assert len(report["categories"]) == 2
+    step_ms = {(row["batch_size"], row["size"]): row["step_ms"] for row in report["made"]["tree"]["result"]["sizes"]}
+    assert report["model"]["overhead"] == pytest.approx(step_ms[1, 4] / step_ms[1, 1]), "prompts are answered alone"
     assert report["evaluation"]["decoding_seconds"] < report["evaluation"]["wall_seconds"]
     lines = (folder / "eval" / "answers.jsonl").read_text().splitlines()
     assert len(lines) == 2 * 3
