@@ -65,7 +65,7 @@ def _by_tree_size(report: Mapping[str, Any]) -> Figure:
     right.set_ylabel(f"expected speedup over size {ticks[0]}", color=BLUE)
     right.spines["top"].set_visible(False)
     if len(curves) > 1:
-        right.legend(frameon=False, fontsize=8, loc="lower right")
+        figure.legend(frameon=False, fontsize=8, loc="outside upper center", ncols=len(curves))
     left.set_xscale("log", base=2)
     left.set_xticks(ticks, [str(size) for size in ticks])
     left.minorticks_off()
