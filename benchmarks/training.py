@@ -111,7 +111,7 @@ class Arm:
             )
             self.positions = lambda picked: sum(head_positions(rows[i]) for i in picked)
         else:
-            weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
+            weights = LossWeights.of(training)
             online = name.startswith("online")
             module = (OnlineHeads if online else HeadsForTraining)(self.heads, self.backbone, weights)
             dataset: PackedRows | HeadsDataset

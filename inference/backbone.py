@@ -168,6 +168,11 @@ class Backbone:
             logits = torch.tanh(logits / cap) * cap
         return logits
 
+    @property
+    def caps_logits(self) -> bool:
+        """Whether `shape_logits` is more than a scale."""
+        return bool(getattr(self.model.config.get_text_config(), "final_logit_softcapping", None))
+
     def projection_rows(self, token_ids: Tensor | None = None) -> Tensor:
         """A copy of the output projection, or of its rows for ``token_ids`` ``(V',)``: ``(V', hidden)``.
 

@@ -144,11 +144,15 @@ class MedusaHeads(nn.Module):
         Raises:
             UserError: the heads share the backbone's projection and were not given one.
         """
+        logits: Tensor = self.projection(head)(states)
+        return logits
+
+    def projection(self, head: int) -> nn.Linear:
+        """The module that `project` calls, with a weight ``(V', hidden)`` and no bias; raises like it."""
         projection = self._weights(head)[-1] if self.config.lm_head == "own" else self.shared  # type: ignore[index]
         if projection is None:
             raise UserError("these heads end in the backbone's projection; call heads.share_projection(backbone) first")
-        logits: Tensor = projection(states)
-        return logits
+        return cast(nn.Linear, projection)
 
     def _weights(self, head: int) -> nn.Module:
         return self.heads[min(head, self.config.weight_sets - 1)]

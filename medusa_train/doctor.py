@@ -29,6 +29,7 @@ from medusa_train.data.statistics import pieces_of
 from medusa_train.data_stages import namesake
 from medusa_train.doctor_data import Data, find_data
 from medusa_train.estimate import heads_config, training_positions, weight_bytes, written_tokens
+from medusa_train.fused_loss import check_liger
 from medusa_train.inference.adapter import Adapter
 from medusa_train.inference.attention import check_layer_kinds
 from medusa_train.inference.backbone import Backbone, native_dtype, resolve_device, resolve_dtype, resolve_source
@@ -50,6 +51,7 @@ from medusa_train.preflight import (
 from medusa_train.recipe import Recipe
 from medusa_train.run_folder import STAGE_KEYS, RunFolder
 from medusa_train.step_time import time_online_step, time_training_step
+from medusa_train.training_callbacks import check_tracker
 
 SPARE = 1.2  # a model or a training step wants this much more memory than its tensors
 
@@ -99,6 +101,7 @@ def examine(recipe: Recipe) -> Report:
     check_embeddings(config, Backbone(skeleton, section.source, ()))
 
     _check_folder(recipe, report)
+    recipe = _check_packages(recipe, Backbone(skeleton, section.source, ()), device, report)
     try:
         limit = getattr(skeleton.config.get_text_config(), "max_position_embeddings", None)
         data = find_data(recipe, tokenizer, limit)
@@ -158,6 +161,22 @@ def _check_folder(recipe: Recipe, report: Report) -> None:
         RunFolder(recipe).check(list(STAGE_KEYS), overwrite=False)
     except UserError as error:
         report.tell("error", str(error))
+
+
+def _check_packages(recipe: Recipe, backbone: Backbone, device: torch.device, report: Report) -> Recipe:
+    """Note what training lacks; returns the recipe without what cannot run, so that the rest can be timed."""
+    training = recipe.training
+    try:
+        check_tracker(training.report_to)
+    except UserError as error:
+        report.tell("error", str(error))
+    try:
+        if training.use_liger_kernel:
+            check_liger(backbone, device)
+    except UserError as error:
+        report.tell("error", str(error))
+        return recipe.model_copy(update={"training": training.model_copy(update={"use_liger_kernel": False})})
+    return recipe
 
 
 def _tokenizer_notes(tokenizer: PreTrainedTokenizerBase, report: Report) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -24,8 +25,10 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from medusa_train.data.dataset import IGNORED
+from medusa_train.fused_loss import fused_loss
 from medusa_train.inference.candidates import Embed, embeddings
 from medusa_train.inference.heads import MedusaHeads
+from medusa_train.recipe import TrainingSection
 
 
 @dataclass(frozen=True)
@@ -36,11 +39,18 @@ class LossWeights:
         scale: lambda, the weight of the whole.
         decay: gamma, how much less each further head counts.
         soft_share: alpha, 0 for hard labels only, 1 for the backbone's distribution only.
+        fused: with the kernel of liger-kernel; see `fused_loss`.
     """
 
     scale: float = 1.0
     decay: float = 0.8
     soft_share: float = 0.5
+    fused: bool = False
+
+    @classmethod
+    def of(cls, training: TrainingSection) -> LossWeights:
+        """As a recipe says."""
+        return cls(training.loss_scale, training.loss_decay, training.soft_share, training.use_liger_kernel)
 
 
 class HeadsLoss(NamedTuple):
@@ -75,8 +85,8 @@ def medusa_loss(
 ) -> HeadsLoss:
     """Loss of all heads over a batch of positions; differentiable in the heads' parameters.
 
-    Logits are made for ``chunk`` positions of one head at a time and remade in the backward pass, so the peak memory
-    depends on neither the batch nor K.
+    Logits are made for ``chunk`` positions of one head at a time, and remade in the backward pass unless gradients are
+    made at once (`LossWeights.fused`), so the peak memory depends on neither the batch nor K.
 
     Args:
         hidden: ``(B, hidden)`` inputs of the heads.
@@ -117,10 +127,21 @@ def medusa_loss(
             loss = loss + weights.soft_share * divergence
         return loss
 
+    def fused_part(
+        head: int, inputs: Tensor, before: Tensor, copied: Tensor, teacher: Tensor, columns: Tensor
+    ) -> Tensor:
+        """The same over any number of positions."""
+        states = heads.read(inputs, head, *embeddings(heads.config, embed, before, copied))
+        weight, scale = heads.projection(head).weight, float(shape_logits(torch.ones(())))
+        return fused_loss(states, weight, teacher, teacher_projection, columns, weights.soft_share, scale, chunk)
+
     # As many parts on every rank, however many positions are valid there: ZeRO-3 gathers parameters for each of them,
     # and ranks that gather at different times wait for each other forever. A part without positions is computed too,
     # so that a batch without targets yields zeros and not missing gradients.
-    parts = max(1, math.ceil(len(labels) / chunk))
+    parts = 1 if weights.fused else max(1, math.ceil(len(labels) / chunk))
+    part_loss: Callable[..., Tensor] = fused_part if weights.fused else chunk_loss
+    if parts > 1:  # a single chunk is the peak either way
+        part_loss = partial(checkpoint, part_loss, use_reentrant=False)
     total = torch.zeros((), device=hidden.device)
     sums = []
     for head in range(heads.config.num_heads):
@@ -128,13 +149,9 @@ def medusa_loss(
         summed = torch.zeros((), device=hidden.device)
         for part in rows.tensor_split(parts):
             columns = column_of_token[labels[part, head]]
-            arguments = (
+            summed = summed + part_loss(
                 head, hidden[part], tokens[part, : head + 1], copies[part], teacher_hidden[part, head], columns
-            )  # fmt: skip
-            if parts > 1:
-                summed = summed + checkpoint(chunk_loss, *arguments, use_reentrant=False)
-            else:  # a single chunk is the peak either way
-                summed = summed + chunk_loss(*arguments)
+            )
         total = total + weights.scale * weights.decay**head * summed / positions_per_head
         sums.append(summed.detach())
     return HeadsLoss(total, torch.stack(sums), valid.sum(dim=0))

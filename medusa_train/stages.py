@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from medusa_train.data_stages import reopen_distillation, run_cache, run_distill, run_prompts
 from medusa_train.eval_stage import run_eval
+from medusa_train.fused_loss import check_liger
 from medusa_train.inference.errors import UserError
 from medusa_train.job import Job
 from medusa_train.train_stage import run_train
@@ -69,6 +70,8 @@ def run_stages(job: Job, last: str, overwrite: bool = False) -> None:
                 reopen_distillation(folder, overwrite)
     if "train" in names and not folder.done("train"):
         check_tracker(job.recipe.training.report_to)
+        if job.recipe.training.use_liger_kernel:
+            check_liger(job.backbone, job.backbone.device)
     for name in names:
         if folder.done(name):
             if state.is_main_process:

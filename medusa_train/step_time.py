@@ -45,7 +45,7 @@ def time_training_step(recipe: Recipe, config: HeadsConfig, device: torch.device
     )
     backbone = Backbone(stand_in.to(device, dtype).eval().requires_grad_(False), "", ())
     heads = MedusaHeads.for_backbone(backbone, config)
-    module = HeadsForTraining(heads, backbone, _weights(recipe)).to(device)
+    module = HeadsForTraining(heads, backbone, LossWeights.of(recipe.training)).to(device)
     positions = 2 * training.per_device_train_batch_size + config.num_heads
     shard = Shard(
         torch.randn(positions, config.hidden_size, dtype=torch.bfloat16),
@@ -64,7 +64,7 @@ def time_online_step(recipe: Recipe, config: HeadsConfig, backbone: Backbone) ->
     """
     training = recipe.training
     torch.manual_seed(recipe.seed)
-    heads, weights = MedusaHeads.for_backbone(backbone, config), _weights(recipe)
+    heads, weights = MedusaHeads.for_backbone(backbone, config), LossWeights.of(recipe.training)
     module: OnlineHeads
     if recipe.lora:
         module = JointHeads(heads, backbone, weights, recipe.lora)
@@ -78,11 +78,6 @@ def time_online_step(recipe: Recipe, config: HeadsConfig, backbone: Backbone) ->
     packs = PackedRows(rows, config.num_heads, training.pack_tokens, recipe.seed)
     # Passes of a backbone are long: one stands for all of a step.
     return training.gradient_accumulation_steps * _time(recipe, module.train(), packs, backbone.dtype, 1)
-
-
-def _weights(recipe: Recipe) -> LossWeights:
-    training = recipe.training
-    return LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
 
 
 def _time(

@@ -54,7 +54,7 @@ def run_train(job: Job) -> dict[str, Any]:
     answers = answer_tokens(rows) if online else (shard.tokens for shard in shards)
     kept, _ = draft_vocabulary(answers, config.projection_size, backbone.vocab_size)
     heads = MedusaHeads.for_backbone(backbone, config, kept if draft_size else None)
-    weights = LossWeights(training.loss_scale, training.loss_decay, training.soft_share)
+    weights = LossWeights.of(training)
     joint = JointHeads(heads, backbone, weights, recipe.lora) if recipe.lora else None
     model = joint or (OnlineHeads if online else HeadsForTraining)(heads, backbone, weights)
     dataset: HeadsDataset | PackedRows = (

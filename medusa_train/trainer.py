@@ -312,6 +312,11 @@ def train_heads(
     if early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(early_stopping_patience))
     sharded = trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled
+    plugin = trainer.accelerator.state.deepspeed_plugin if trainer.is_deepspeed_enabled else None
+    if model.weights.fused and (trainer.is_fsdp_enabled or (plugin and plugin.zero_stage == 3)):
+        raise UserError(
+            "training.use_liger_kernel needs whole projections; launch with ddp.yaml, zero1.yaml or zero2.yaml"
+        )
     checkpoint = last_whole_checkpoint(folder, sharded)
     if checkpoint:
         check_world_size(checkpoint, training_arguments.world_size)

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -191,6 +192,20 @@ def test_an_adapter_is_counted_and_timed(command, recipe, tmp_path, monkeypatch)
     assert "LoRA of" in out
     monkeypatch.setattr(medusa_train.doctor, "_weights_are_here", lambda _: False)
     assert "online training is not timed" in command("doctor", recipe, *words)[1]
+
+
+def test_what_training_lacks_is_told_and_the_rest_is_timed(command, recipe, tmp_path, monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    words = ("training.use_liger_kernel=true", "training.report_to=wandb")
+    code, _, _ = command("doctor", recipe, *words, "--json", tmp_path / "doctor.json")
+    assert code == 2
+    told = json.loads((tmp_path / "doctor.json").read_text())
+    errors = [finding["message"] for finding in told["findings"] if finding["level"] == "error"]
+    assert [any(name in error for error in errors) for name in ("use_liger_kernel", "medusa-train[wandb]")] == [
+        True
+    ] * 2
+    assert told["train"]["step_seconds_estimate"] > 0
 
 
 def test_a_missing_end_token_is_told(command, recipe):

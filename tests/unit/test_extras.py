@@ -7,10 +7,13 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
+from conftest import make_llama
 from medusa_train import cli
 from medusa_train.data.openai_backend import Servers, answer_by_servers
-from medusa_train.inference import UserError, load_backbone
+from medusa_train.fused_loss import check_liger
+from medusa_train.inference import Backbone, UserError, load_backbone
 from medusa_train.launch import check_launcher
 from medusa_train.training_callbacks import check_tracker
 
@@ -30,6 +33,7 @@ NEEDED = {
     "tensorboard": ("tensorboard", lambda *_: check_tracker("tensorboard")),
     "trackio": ("trackio", lambda *_: check_tracker("trackio")),
     "deepspeed": ("deepspeed", launch_with_deepspeed),
+    "liger": ("liger_kernel", lambda *_: check_liger(Backbone.wrap(make_llama()), torch.device("cuda"))),
     "metrics": ("prometheus_client", lambda *_: cli._serve_metrics(None, 0)),
     "quantization": ("bitsandbytes", lambda _, folder: load_backbone(str(folder), quantization="4bit")),
 }
