@@ -17,6 +17,7 @@ from hypothesis import settings
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
+    AutoTokenizer,
     CohereConfig,
     Gemma2Config,
     GraniteConfig,
@@ -26,7 +27,7 @@ from transformers import (
 )
 
 from medusa_train.cli import main
-from medusa_train.inference import HeadsConfig, MedusaHeads
+from medusa_train.inference import HeadsConfig, MedusaHeads, MedusaModel, Tree
 from medusa_train.inference.copies import NO_COPY
 from medusa_train.inference.heads_config import MOST_COPIED
 
@@ -46,6 +47,9 @@ SMALL = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 256,
 }
+
+
+WIDE = Tree.from_paths([(0, 0, 0), (0, 1), (1, 0), (2,), (5, 3, 2)])
 
 
 def make_llama(vocab_size: int = 64, seed: int = 0, **changes: object) -> PreTrainedModel:
@@ -105,6 +109,17 @@ def tiny_llama() -> PreTrainedModel:
     return make_llama()
 
 
+@pytest.fixture(scope="module")
+def llama():
+    """Shared and never changed by a test; those that change a model make their own."""
+    return make_llama()
+
+
+@pytest.fixture(scope="module")
+def model(llama):
+    return MedusaModel(llama, random_heads(), WIDE)
+
+
 @pytest.fixture(scope="session")
 def tiny_chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved tiny Llama with a byte-level chat tokenizer whose padding token is its end token."""
@@ -123,6 +138,23 @@ def tiny_chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     end = fast.convert_tokens_to_ids("<|im_end|>")
     make_llama(vocab_size=512, eos_token_id=end, pad_token_id=end, bos_token_id=None).save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="module")
+def ascii_model(tiny_chat_folder):
+    """A tiny chat model that writes printable ASCII only, and its tokenizer."""
+    tokenizer = AutoTokenizer.from_pretrained(tiny_chat_folder)
+    backbone = AutoModelForCausalLM.from_pretrained(tiny_chat_folder).float().eval()
+    plain = [
+        token for token in range(len(tokenizer))
+        if token not in tokenizer.all_special_ids and tokenizer.decode([token]).isascii()
+        and tokenizer.decode([token]).isprintable()
+    ]  # fmt: skip
+    others = [token for token in range(backbone.config.vocab_size) if token not in set(plain)]
+    with torch.no_grad():
+        backbone.lm_head.weight[others] = 0  # some other logit is always above 0
+    backbone.generation_config.eos_token_id = None
+    return MedusaModel(backbone, random_heads(vocab_size=512), WIDE), tokenizer
 
 
 @pytest.fixture
