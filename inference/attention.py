@@ -37,6 +37,7 @@ def read_prompts(backbone: Backbone, prompts: Sequence[Tensor], cache: TreeCache
     begin with (a template's opening, a system prompt) is read once where that is worth a pass of its own.
     """
     lengths, rows = [len(prompt) for prompt in prompts], len(prompts)
+    cache.reserve(max(lengths))
     prefix = _common_length(prompts)
     if rows > 1 and prefix == max(lengths):
         hidden = backbone.hidden_states(prompts[0][None].to(backbone.device), cache)

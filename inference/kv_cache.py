@@ -9,7 +9,8 @@ and attention reads one slice: scratch and the committed part that any row uses.
 accepted path behind that row's text, so rows accept different numbers of tokens and rejected nodes are overwritten by
 the next pass. Keys carry their positions (rotary or learned), so the order of columns means nothing; masks decide.
 
-The cache is allocated once, for the request (tree + prompt + budget) and not for the model's longest context.
+Room is made for the request (tree + prompt + budget), not for the model's longest context: at once, or for compiled
+passes as the text grows, so that their shapes do not depend on the budget.
 """
 
 from __future__ import annotations
@@ -60,6 +61,17 @@ class TreeCacheLayer(CacheLayerMixin):
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, first:stop], self.values[:, :, first:stop]
+
+    def reserve(self, capacity: int) -> None:
+        """Have at least so many committed columns; what they hold stays."""
+        more = capacity - self.capacity
+        if more <= 0:
+            return
+        self.capacity = capacity
+        if self.keys is not None and self.values is not None:
+            self.keys, self.values = (
+                torch.nn.functional.pad(held, (0, 0, 0, more)) for held in (self.keys, self.values)
+            )
 
     def share_prefix(self, length: int, rows: int) -> None:
         """Give each of ``rows`` rows the first ``length`` positions of the only row."""
@@ -121,13 +133,12 @@ class TreeCache(Cache):
         Args:
             num_layers: decoder layers.
             scratch: most nodes of a pass.
-            capacity: most committed positions of a row.
+            capacity: committed positions of a row that there is room for at first.
             bucket: passes see this many committed columns times a power of two, so that compiled code meets few
                 shapes; None: exactly as many as the longest row.
         """
         self.scratch, self.bucket = scratch, bucket
-        self.capacity = self._rounded(capacity)
-        super().__init__(layers=[TreeCacheLayer(scratch, self.capacity) for _ in range(num_layers)])
+        super().__init__(layers=[TreeCacheLayer(scratch, self._rounded(capacity)) for _ in range(num_layers)])
         self.lengths: list[int] = []
 
     def _rounded(self, length: int) -> int:
@@ -138,6 +149,15 @@ class TreeCache(Cache):
     @property
     def visible(self) -> int:
         return int(self.layers[0].visible)
+
+    @property
+    def capacity(self) -> int:
+        return int(self.layers[0].capacity)
+
+    def reserve(self, length: int) -> None:
+        """Have room for so many committed positions of every row."""
+        for layer in self.layers:  # one after the other: only a layer's old columns are held beside the new ones
+            layer.reserve(self._rounded(length))
 
     def share_prefix(self, length: int, rows: int) -> None:
         """Between two passes over a prompt: make a batch of ``rows`` rows of the one whose positions were read."""
@@ -175,6 +195,8 @@ class TreeCache(Cache):
         longest = max(map(len, paths))
         if longest == 0:
             return
+        lengths = [length + len(path) for path, length in zip(paths, self.lengths, strict=True)]
+        self.reserve(max(lengths))
         source, target = [], []
         for path, length in zip(paths, self.lengths, strict=True):
             # Short paths repeat their last move (or, when empty, move a column onto itself): every row moves as many.
@@ -187,4 +209,4 @@ class TreeCache(Cache):
         sources, targets = (torch.tensor(moves[0] if alone else moves, device=device) for moves in (source, target))
         for layer in self.layers:
             layer.move(sources, targets)
-        self.set_lengths([length + len(path) for path, length in zip(paths, self.lengths, strict=True)])
+        self.set_lengths(lengths)

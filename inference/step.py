@@ -55,8 +55,13 @@ class Step:
         self._seen: set[tuple[int, ...]] = set()
 
     def new_cache(self, scratch: int, capacity: int) -> TreeCache:
-        """An empty cache for passes of at most ``scratch`` tokens and ``capacity`` committed positions a row."""
-        return new_cache(self.backbone, scratch, capacity, SMALLEST_BUCKET if self.compiled else None)
+        """An empty cache for passes of at most ``scratch`` tokens and ``capacity`` committed positions a row.
+
+        Compiled code depends on how much room there is, so that it begins small there and grows by powers of two.
+        """
+        if self.compiled:
+            return new_cache(self.backbone, scratch, SMALLEST_BUCKET, SMALLEST_BUCKET)
+        return new_cache(self.backbone, scratch, capacity)
 
     def __call__(self, tokens: Tensor, trees: Sequence[Tree], cache: TreeCache) -> tuple[Tensor, Tensor]:
         """Run a pass.

@@ -29,7 +29,8 @@ def walks(draw):
 def test_every_row_holds_its_prompt_and_its_accepted_nodes(walk, bucket):
     lengths, passes = walk
     rows = range(len(lengths))
-    cache = TreeCache(num_layers=2, scratch=6, capacity=64, bucket=bucket)
+    cache = TreeCache(num_layers=2, scratch=6, capacity=bucket or 64, bucket=bucket)
+    cache.reserve(max(lengths))
     expected = [[float(100 * row + i) for i in range(lengths[row])] for row in rows]
     for layer in range(2):
         cache.update(
@@ -44,8 +45,10 @@ def test_every_row_holds_its_prompt_and_its_accepted_nodes(walk, bucket):
             if bucket:  # a power of two of buckets, and no larger than needed
                 assert (cache.visible // bucket).bit_count() == 1
                 assert max(cache.lengths) <= cache.visible < 2 * max(max(cache.lengths), bucket)
+                assert cache.capacity == cache.visible  # room grows with the text, whatever the request's budget
             else:
                 assert cache.visible == max(cache.lengths)
+                assert cache.capacity == 64
             for row in rows:
                 # What attention sees: the nodes, then the committed text (then columns that masks close).
                 assert keys[row, 1, :nodes, 2].tolist() == [tags[row] + node for node in range(nodes)]
