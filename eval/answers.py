@@ -5,6 +5,7 @@ Each arm leads a conversation on its own: a second turn follows its own first an
 
 from __future__ import annotations
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -176,12 +177,22 @@ def fits(prompt: Sequence[int], max_new_tokens: int, backbone: Backbone) -> bool
     return backbone.max_positions is None or len(prompt) + max_new_tokens <= backbone.max_positions
 
 
-class AnswerFile:
-    """A file of answers that all depend on the same things, as ``key`` says; others are thrown away."""
+def answers_key(*depends_on: Any) -> str:
+    """Hash of all that answers and their times depend on, as JSON has it."""
+    return hashlib.sha256(json.dumps(depends_on).encode()).hexdigest()[:16]
 
-    def __init__(self, path: Path, key: str) -> None:
+
+class AnswerFile:
+    """A file of answers that all depend on the same things, as ``key`` says; others are thrown away.
+
+    Without a path they are forgotten with this object.
+    """
+
+    def __init__(self, path: Path | None, key: str) -> None:
         self.path, self.key = path, key
         self._found: dict[tuple[str, str, int, int], Answer] = {}
+        if path is None:
+            return
         drop_torn_tail(path)
         if not path.exists():
             return
@@ -197,8 +208,9 @@ class AnswerFile:
         return self._found.get((question, arm, repeat, batch_size))
 
     def add(self, question: str, arm: str, repeat: int, turns: list[Turn], batch_size: int = 1) -> Answer:
-        """Keep an answer; it is on the disk when this returns."""
+        """Keep an answer; it is in the file when this returns."""
         answer = Answer(self.key, question, arm, repeat, turns, batch_size)
-        append_jsonl(self.path, [answer])
+        if self.path is not None:
+            append_jsonl(self.path, [answer])
         self._found[question, arm, repeat, batch_size] = answer
         return answer

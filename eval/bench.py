@@ -1,14 +1,15 @@
 """Ways of decoding the same prompts, side by side: our drafters, and what transformers offers.
 
 One process, one model object, greedy, the same budget; arms take turns on every batch in an order that rotates, after
-a round that is not counted. A run's clock starts when its first tokens are there, so prefill is apart.
+a round that is not counted. A run's clock starts when its first tokens are there, so prefill is apart. Answers are kept
+as they come (`collect`), so that a comparison of hours that is killed goes on where it was.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,27 +17,14 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from medusa_train.data.chat import render_prompt
-from medusa_train.eval.arms import (
-    ARMS,
-    BATCH_OF_ONE,
-    DRAFTERS,
-    LOOKUP_TOKENS,
-    NEED_DRAFT_MODEL,
-    make_decoder,
-)
-from medusa_train.eval.lossless import first_divergence
+from medusa_train.eval.answers import Answer, AnswerFile, Answers, local_ask, prompt_ids
+from medusa_train.eval.arms import ARMS, BATCH_OF_ONE, DRAFTERS, LOOKUP_TOKENS, NEED_DRAFT_MODEL, make_decoder
+from medusa_train.eval.collect import collect
+from medusa_train.eval.figures import repeat_ratios, total
+from medusa_train.eval.lossless import compare_outputs
 from medusa_train.eval.questions import Question
 from medusa_train.eval.simulate import PARTS, part_seconds
-from medusa_train.eval.speed import (
-    Run,
-    Runs,
-    Spread,
-    decode_speed,
-    measure,
-    speedup,
-    total,
-)
+from medusa_train.eval.speed import Spread, decode_speed
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.drafters import Drafter
 from medusa_train.inference.errors import UserError
@@ -76,33 +64,49 @@ def bench(
     batch_sizes: Sequence[int],
     max_new_tokens: int,
     repeats: int,
+    kept: AnswerFile,
 ) -> dict[str, Any]:
     """Decode the questions' first turns in every way and put the figures together; see ``DEFINITIONS``.
+
+    Args:
+        kept: answers of a comparison that was killed, and of this one.
 
     Raises:
         UserError: a question does not fit the model's context, there are too few for a batch, or nothing was decoded.
     """
-    prompts = [torch.tensor(render_prompt(tokenizer, question.messages)) for question in questions]
+    # Two that begin alike are one.
+    questions = list({each.id: each for each in (replace(question, follow_ups=()) for question in questions)}.values())
+    prompts = [prompt_ids(question, tokenizer) for question in questions]
     check_prompts(model.backbone, prompts, batch_sizes, max_new_tokens)
     models = {False: model, True: model.compiled()}  # one backbone, the same heads
-    decoders = {
-        arm: make_decoder(arm.removesuffix(COMPILED), models[arm.endswith(COMPILED)], draft_model) for arm in arms
+    asks = {
+        arm: local_ask(
+            make_decoder(arm.removesuffix(COMPILED), models[arm.endswith(COMPILED)], draft_model),
+            model.backbone,
+            tokenizer,
+        )
+        for arm in arms
     }
-    batches = {size: _full_batches(prompts, size) for size in batch_sizes}
-    runs = measure(decoders, batches, max_new_tokens, repeats, BATCH_OF_ONE, COMPILED_ARMS)
+    together = {size: [arm for arm in arms if size == 1 or arm not in BATCH_OF_ONE] for size in batch_sizes}
+    everything = range(len(questions))
+    timed = collect(
+        asks, questions, everything, max_new_tokens, repeats, kept, together, needed=arms, compiled=COMPILED_ARMS
+    ).timed
     rows = []
-    for (size, arm), found in runs.items():
-        row = {"arm": arm, "batch_size": size, "prompts": size * len(batches[size]), **_figures(found)}
+    for size, arm in ((size, arm) for size, arms in timed.items() for arm in arms):
+        found, plain = timed[size][arm], timed[size].get("plain")
+        row = {"arm": arm, "batch_size": size, "prompts": len(found[0]), **_figures(found)}
         for base in ("generate", "plain", "plain" + COMPILED):
-            reference = runs.get((size, base))
-            row[f"over_{base}"] = reference and asdict(speedup(over=reference, of=found))
-        row |= _compare(model.backbone, batches[size], found[0], runs.get((size, "plain"), [None])[0])
+            reference = timed[size].get(base)
+            row[f"over_{base}"] = reference and asdict(repeat_ratios(over=reference, of=found))
+        same = compare_outputs(model.backbone, plain[0], found[0]) if plain else None
+        row["identical_to_plain"] = same and same["identical_share"]
+        row["differences"] = same["differences"] if same else []
+        row["outside_forward"] = None
         if (name := arm.removesuffix(COMPILED)) in DRAFTERS:
-            timed = models[arm != name]
-            stats = [run.stats for repeat in found for run in repeat]
-            row["outside_forward"] = outside_forward(timed, DRAFTERS[name](timed, draft_model), batches[size][0], stats)
-        else:
-            row["outside_forward"] = None
+            ours, first = models[arm != name], [torch.tensor(prompt) for prompt in prompts[:size]]
+            stats = [answer.stats for repeat in found for answer in repeat]
+            row["outside_forward"] = outside_forward(ours, DRAFTERS[name](ours, draft_model), first, stats)
         rows.append(row)
     return {
         "definitions": DEFINITIONS,
@@ -125,7 +129,7 @@ def bench(
             "lookup_tokens": LOOKUP_TOKENS,
         },
         "rows": rows,
-        "categories": by_category(questions, {arm: runs[1, arm] for arm in arms if (1, arm) in runs}),
+        "categories": by_category(questions, timed.get(1, {})),
     }
 
 
@@ -187,12 +191,8 @@ def check_name(option: str, name: str, known: Collection[str]) -> None:
         raise UserError(f"{option} {name!r} is unknown; {hint}")
 
 
-def _full_batches(prompts: Sequence[Tensor], size: int) -> list[Sequence[Tensor]]:
-    return [prompts[start : start + size] for start in range(0, len(prompts) - size + 1, size)]
-
-
 def check_prompts(
-    backbone: Backbone, prompts: Sequence[Tensor], batch_sizes: Sequence[int], max_new_tokens: int
+    backbone: Backbone, prompts: Sequence[Sequence[int]], batch_sizes: Sequence[int], max_new_tokens: int
 ) -> None:
     """Refuse prompts that are too few for a batch or too long for the budget.
 
@@ -212,26 +212,26 @@ def check_prompts(
 # Figures
 
 
-def _figures(runs: Runs) -> dict[str, Any]:
+def _figures(answers: Answers) -> dict[str, Any]:
     raw, per_pass = [], []
-    for repeat in runs:
-        counted, seconds = total(repeat), sum(run.decode_seconds for run in repeat)
-        per_pass.append(1000 * seconds / max(1, counted.passes))
+    for repeat in answers:
+        counted, seconds, made = total(repeat), sum(answer.decode_seconds for answer in repeat), passes(repeat)
+        per_pass.append(1000 * seconds / max(1, made))
         raw.append(
             {
-                "tokens": sum(len(row) for run in repeat for row in run.ids),
+                "tokens": sum(answer.tokens for answer in repeat),
                 "prefill_tokens": counted.prefill_tokens,
                 "step_tokens": counted.step_tokens,
                 "steps": counted.steps,
-                "passes": counted.passes,
-                "prefill_seconds": sum(run.prefill_seconds for run in repeat),
+                "passes": made,
+                "prefill_seconds": sum(answer.prefill_seconds for answer in repeat),
                 "decode_seconds": seconds,
                 "tokens_per_second": decode_speed(repeat),
             }
         )
-    first = total(runs[0])
+    first = total(answers[0])
     return {
-        "tokens_per_second": asdict(Spread.of([decode_speed(repeat) for repeat in runs])),
+        "tokens_per_second": asdict(Spread.of([row["tokens_per_second"] for row in raw])),
         "tokens_per_step": first.tokens_per_step,
         "histogram": dict(sorted(first.histogram.items())),
         "ms_per_pass": asdict(Spread.of(per_pass)),
@@ -239,18 +239,11 @@ def _figures(runs: Runs) -> dict[str, Any]:
     }
 
 
-def _compare(
-    backbone: Backbone, batches: Sequence[Sequence[Tensor]], runs: Sequence[Run], plain: Sequence[Run] | None
-) -> dict[str, Any]:
-    if plain is None:
-        return {"identical_to_plain": None, "differences": []}
-    prompts = [prompt for batch in batches for prompt in batch]
-    ours, theirs = ([row for run in each for row in run.ids] for each in (runs, plain))
-    differences = []
-    for number, (prompt, ids, reference) in enumerate(zip(prompts, ours, theirs, strict=True)):
-        if found := first_divergence(backbone, prompt, ids, reference):
-            differences.append({"prompt": number, **asdict(found)})
-    return {"identical_to_plain": 1 - len(differences) / len(prompts), "differences": differences}
+def passes(answers: Sequence[Answer]) -> int:
+    """Passes of the backbone after prefill: as many as the longest answer of each batch has steps."""
+    steps = [answer.stats.steps for answer in answers]
+    size = answers[0].batch_size
+    return sum(max(steps[start : start + size]) for start in range(0, len(steps), size))
 
 
 def outside_forward(
@@ -269,24 +262,22 @@ def outside_forward(
     return 1 - spent["forward"] / sum(spent.values()) if spent["forward"] else None
 
 
-def by_category(questions: Sequence[Question], runs: Mapping[str, Runs]) -> list[dict[str, Any]]:
+def by_category(questions: Sequence[Question], arms: Mapping[str, Answers]) -> list[dict[str, Any]]:
     """Tokens per step and tokens/s of every arm on the prompts of each category, at batch size 1."""
     rows = []
     for category in dict.fromkeys(question.category for question in questions if question.category):
         numbers = [number for number, question in enumerate(questions) if question.category == category]
-        for arm, repeats in runs.items():
-            chosen = [[repeat[number] for number in numbers] for repeat in repeats]
+        for arm, answers in arms.items():
+            chosen = [[repeat[number] for number in numbers] for repeat in answers]
             # A few prompts may all end with their first token; the whole file may not.
-            steps = total(chosen[0]).steps
+            speed = asdict(Spread.of([decode_speed(repeat) for repeat in chosen])) if total(chosen[0]).steps else None
             rows.append(
                 {
                     "category": category,
                     "prompts": len(numbers),
                     "arm": arm,
                     "tokens_per_step": total(chosen[0]).tokens_per_step,
-                    "tokens_per_second": asdict(Spread.of([decode_speed(repeat) for repeat in chosen]))
-                    if steps
-                    else None,
+                    "tokens_per_second": speed,
                 }
             )
     return rows

@@ -1,4 +1,4 @@
-"""Answers of every arm, asked in turns and kept one by one, so that a killed evaluation goes on where it was.
+"""Answers of every arm, asked in turns and kept one by one, so that a killed measurement goes on where it was.
 
 Timing needs every arm and several repeats, counting needs one answer of the heads. So some questions are *timed*: all
 arms answer them in every repeat, taking turns in an order that rotates. The others are only *counted*: answered once,
@@ -25,15 +25,13 @@ class Collected:
     """Every answer.
 
     Attributes:
-        timed: arm -> its answers to the timed questions, one at a time.
-        batched: questions together -> arm -> its answers to the timed questions that fill such batches.
+        timed: questions together -> arm -> its answers to the timed questions that fill such batches.
         counted: needed arm -> its first answer to every question.
         unavailable: arm, or arm and batch -> why it has none.
         seconds: of decoding in this sitting.
     """
 
-    timed: dict[str, Answers]
-    batched: dict[int, dict[str, Answers]]
+    timed: dict[int, dict[str, Answers]]
     counted: dict[str, list[Answer]]
     unavailable: dict[str, str]
     seconds: float
@@ -61,30 +59,29 @@ def collect(
     max_new_tokens: int,
     repeats: int,
     kept: AnswerFile,
+    together: Mapping[int, Collection[str]],
     needed: Collection[str] = (),
     compiled: Collection[str] = (),
-    batched: Mapping[int, Collection[str]] | None = None,
 ) -> Collected:
     """Ask what is to be timed or counted, and keep what was kept before.
 
     Args:
         timed: places of the timed questions.
+        together: numbers of questions -> arms that answer so many timed ones at once, in full batches.
         needed: arms that answer the other questions too, and whose errors end the evaluation; any other arm that
             fails is left out, with the reason.
         compiled: arms that answer every timed question once before it counts, because a shape is compiled when it is
             first met.
-        batched: numbers above 1 -> arms that answer so many timed questions together as well, in full batches.
     """
-    clocked = [questions[number] for number in timed]
-    rounds = _turns(list(asks), [[question] for question in clocked], repeats, 1)
-    for size, arms in (batched or {}).items():
+    clocked, rounds = [questions[number] for number in timed], list[_Round]()
+    for size, arms in together.items():
         full = [clocked[start : start + size] for start in range(0, len(clocked) - size + 1, size)]
         rounds += _turns([arm for arm in asks if arm in arms], full, repeats, size)
     # Of like length, so that little of a batch is padding.
     others = [question for number, question in enumerate(questions) if number not in timed]
     others.sort(key=lambda question: len(str(question.messages)))
-    together = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
-    counting = [_Round(arm, 0, batch, 1) for arm in asks if arm in needed for batch in together]
+    shared = [others[start : start + TOGETHER] for start in range(0, len(others), TOGETHER)]
+    counting = [_Round(arm, 0, batch, 1) for arm in asks if arm in needed for batch in shared]
     unavailable: dict[str, str] = {}
     seconds = 0.0
 
@@ -123,7 +120,7 @@ def collect(
         each = ((question.id, one.arm, one.repeat, one.batch_size) for one in asked for question in one.batch)
         return [answer for key in each if (answer := kept.get(*key))]
 
-    answers: dict[int, dict[str, Answers]] = {1: {}}
+    answers: dict[int, dict[str, Answers]] = {}
     for size in dict.fromkeys(asked.batch_size for asked in rounds):
         arms = {asked.arm: asked.name for asked in rounds if asked.batch_size == size}
         answers[size] = {
@@ -132,7 +129,7 @@ def collect(
             if name not in unavailable
         }
     counted = {arm: found([_Round(arm, 0, list(questions), 1)]) for arm in asks if arm in needed}
-    return Collected(answers.pop(1), answers, counted, unavailable, seconds)
+    return Collected(answers, counted, unavailable, seconds)
 
 
 def _turns(arms: Sequence[str], batches: Sequence[list[Question]], repeats: int, batch_size: int) -> list[_Round]:

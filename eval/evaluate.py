@@ -130,11 +130,11 @@ def evaluate(
     wanted = sorted({size for size in plan.batch_sizes if size > 1})
     batched = [arm for arm in asks if arm not in (*BATCH_OF_ONE, SERVER)]
     refused |= {f"{size} prompts together": f"{len(timed)} are timed" for size in wanted if size > len(timed)}
+    together = {1: list(asks)} | {size: batched for size in wanted if size <= len(timed)}
     collected = collect(
-        asks, questions, timed, plan.max_new_tokens, plan.repeats, kept, ("medusa",), compiled,
-        {size: batched for size in wanted if size <= len(timed)},
-    )  # fmt: skip
-    answers, counted = collected.timed, collected.counted["medusa"]
+        asks, questions, timed, plan.max_new_tokens, plan.repeats, kept, together, needed=("medusa",), compiled=compiled
+    )
+    answers, counted = collected.timed[1], collected.counted["medusa"]
     bases: dict[str, Answers | None] = {"generate": answers.get("generate"), "plain": answers.get("plain")}
     medusa, plain = answers["medusa"], bases["plain"]
     accepted = acceptance(counted, model.tree.depth, model.tree.size)
@@ -185,7 +185,7 @@ def evaluate(
             row | {"replayed": replay(ranks, Tree.from_paths(row["paths"])).tokens_per_step} for row in plan.compared
         ],
         "speed": {arm: speed_row(found, bases) for arm, found in answers.items()},
-        "batches": [_batch(model.backbone, size, found) for size, found in collected.batched.items()],
+        "batches": [_batch(model.backbone, size, found) for size, found in collected.timed.items() if size > 1],
         "unavailable": refused | collected.unavailable,
         "speedup": {f"over_{name}": value for name, value in over.items()},
         "overhead": None if not plain_step or not medusa_step else medusa_step / plain_step,

@@ -1,9 +1,8 @@
-"""Time, measured so that it can be defended: one process, one model object, interleaved, with repeats.
+"""Time, measured so that it can be defended: of runs that take turns (see `collect`), and of steps.
 
 A *decoder* is a way of decoding a batch of prompts greedily with a budget: transformers' ``generate``, what people use
-today, or our loop with some drafter (with `NoDrafter`, one token per pass). Decoders take turns on every batch in an
-order that rotates, so that a slow minute of the machine hits all of them; a first round warms up and is not counted. A
-run's clock starts when its first tokens are there, so prefill is apart; tokens are counted from generated ids.
+today, or our loop with some drafter (with `NoDrafter`, one token per pass). A run's clock starts when its first tokens
+are there, so prefill is apart; tokens are counted from generated ids.
 """
 
 from __future__ import annotations
@@ -65,7 +64,6 @@ class Timed(Protocol):
     def decode_seconds(self) -> float: ...
 
 
-Runs = Sequence[Sequence[Run]]  # by repeat, then batch
 Decoder = Callable[[Sequence[Tensor], int], Run]  # (prompts (T_b,), budget) -> what came of it
 
 
@@ -125,40 +123,6 @@ def generate_decoder(backbone: Backbone, options: Mapping[str, Any]) -> Decoder:
     return run
 
 
-def measure(
-    decoders: Mapping[str, Decoder],
-    batches: Mapping[int, Sequence[Sequence[Tensor]]],
-    max_new_tokens: int,
-    repeats: int,
-    batch_of_one: Collection[str] = (),
-    compiled: Collection[str] = (),
-) -> dict[tuple[int, str], list[list[Run]]]:
-    """Runs by (batch size, decoder's name), then repeat, then batch.
-
-    Args:
-        batches: batch size -> batches of prompts ``(T_b,)``.
-        batch_of_one: names of decoders that take one prompt at a time.
-        compiled: names that decode everything once before it counts, because a shape is compiled when it is first met.
-    """
-    suited = {size: [name for name in decoders if size == 1 or name not in batch_of_one] for size in batches}
-    runs: dict[tuple[int, str], list[list[Run]]] = {
-        (size, name): [[] for _ in range(repeats)] for size, names in suited.items() for name in names
-    }
-    total = repeats * sum(len(batches[size]) * len(names) for size, names in suited.items())
-    with tqdm(total=total, desc="decoding", unit="run") as bar:
-        for size, name in runs:
-            for batch in batches[size] if name in compiled else batches[size][:1]:
-                decoders[name](batch, max_new_tokens if name in compiled else min(WARM_UP_TOKENS, max_new_tokens))
-        for repeat in range(repeats):
-            for size, names in suited.items():
-                for number, batch in enumerate(batches[size]):
-                    for turn in range(len(names)):
-                        name = names[(turn + number + repeat) % len(names)]
-                        runs[size, name][repeat].append(decoders[name](batch, max_new_tokens))
-                        bar.update()
-    return runs
-
-
 @dataclass(frozen=True)
 class Spread:
     """A figure over repeats."""
@@ -182,19 +146,6 @@ def decode_speed(repeat: Sequence[Timed]) -> float:
     if not tokens:
         raise UserError("every answer ended with its first token, so there is no speed to measure; use other prompts")
     return tokens / seconds
-
-
-def speedup(over: Runs, of: Runs) -> Spread:
-    """Ratio of decode speeds, repeat by repeat (each pair ran interleaved)."""
-    return Spread.of([decode_speed(ours) / decode_speed(base) for ours, base in zip(of, over, strict=True)])
-
-
-def total(repeat: Sequence[Run]) -> DecodeStats:
-    """The counters of one repeat together."""
-    stats = DecodeStats()
-    for run in repeat:
-        stats.add(run.stats)
-    return stats
 
 
 def measure_step_seconds(

@@ -452,9 +452,13 @@ def bench(
             help="Share of simulated steps that accept 0, 1, 2, ... drafts; default: 0.5,0.3,0.2.",
         ),
     ] = None,
-    out: Annotated[Path | None, typer.Option("--out", help="JSON file for all figures.")] = None,
+    out: Annotated[
+        Path | None,
+        typer.Option("--out", help="JSON file for all figures; with it, the same command goes on after a kill."),
+    ] = None,
 ) -> None:
     """Compare ways of decoding on your prompts, or see what a step costs at a size of model."""
+    from medusa_train.bench import bench_heads
     from medusa_train.eval.bench import check_name, parse_batch_sizes
     from medusa_train.eval.simulate import SHAPES, parse_histogram, simulate, simulation_table
     from medusa_train.inference.errors import UserError
@@ -465,6 +469,7 @@ def bench(
     sizes = parse_batch_sizes(batch_sizes)
     if out and out.is_dir():
         raise UserError(f"--out {out} is a folder; name a JSON file")
+    kept = out.with_name(f"{out.name}.answers.jsonl") if out else None
     if simulate_shape:
         foreign = {
             "HEADS": heads, "--backbone": backbone, "--draft-model": draft_model, "--prompts": prompt_file,
@@ -481,47 +486,15 @@ def bench(
             raise UserError("--accepted-histogram goes with --simulate-shape; acceptance of real heads is measured")
         if heads is None or prompt_file is None:
             raise UserError("name HEADS and --prompts FILE.jsonl to compare arms, or a --simulate-shape")
-        result, table = _bench_heads(
-            heads, backbone, draft_model, prompt_file, num_prompts, max_new_tokens or 128, repeats, sizes, arms, dtype
-        )
+        result, table = bench_heads(
+            heads, backbone, draft_model, prompt_file, num_prompts, max_new_tokens or 128, repeats, sizes, arms, dtype,
+            kept,
+        )  # fmt: skip
     typer.echo(table)
-    if out:
+    if out and kept:
         write_json(out, result | {"environment": environment()})
+        kept.unlink(missing_ok=True)
         typer.echo(f"figures: {out}")
-
-
-def _bench_heads(
-    heads: str,
-    backbone: str | None,
-    draft_model: str | None,
-    prompt_file: Path,
-    num_prompts: int | None,
-    max_new_tokens: int,
-    repeats: int,
-    batch_sizes: list[int],
-    arms: str | None,
-    dtype: str,
-) -> tuple[dict[str, Any], str]:
-    """What was measured, and as a table; mistakes are found before a model is loaded where they can be."""
-    from medusa_train.data.chat import load_chat_tokenizer
-    from medusa_train.eval.arms import NEED_CALIBRATION
-    from medusa_train.eval.bench import bench as run_bench
-    from medusa_train.eval.bench import check_prompts_file, choose_arms
-    from medusa_train.eval.bench_table import bench_table
-    from medusa_train.eval.questions import load_questions
-    from medusa_train.inference.backbone import load_backbone
-    from medusa_train.inference.model import MedusaModel
-
-    names = choose_arms(arms, draft_model is not None, batch_sizes)
-    check_prompts_file(prompt_file)
-    model = MedusaModel.from_pretrained(heads, backbone, dtype)
-    if arms is None and model.calibration is None:
-        # Asked for by name, they say what is missing.
-        names = [name for name in names if name not in NEED_CALIBRATION]
-    tokenizer, questions = load_chat_tokenizer(model.backbone.source), load_questions(str(prompt_file))[:num_prompts]
-    small = load_backbone(draft_model, dtype) if draft_model else None
-    result = run_bench(model, tokenizer, questions, small, names, batch_sizes, max_new_tokens, repeats)
-    return result, bench_table(result)
 
 
 def main() -> None:

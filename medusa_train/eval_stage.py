@@ -10,7 +10,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-from medusa_train.eval.answers import AnswerFile
+from medusa_train.eval.answers import AnswerFile, answers_key
 from medusa_train.eval.evaluate import Plan, evaluate
 from medusa_train.eval.questions import Question, load_benchmark, load_questions, select
 from medusa_train.eval.report import read_report, write_report
@@ -52,7 +52,7 @@ def run_eval(job: Job) -> dict[str, Any]:
         step_seconds={size: ms / 1000 for size, ms in timed_step_ms(made["tree"]["result"]["sizes"], 1).items()},
         compared=made["tree"]["result"]["compared"],
     )
-    kept = AnswerFile(stage / "answers.jsonl", answers_key(job, model, plan))
+    kept = AnswerFile(stage / "answers.jsonl", key_of(job, model, plan))
     report = evaluate(model, job.tokenizer, job.measured("heldout"), plan, kept)
     report |= {"made": made, "environment": environment(), "peak_memory_gb": peak_memory_gb()}
     report |= extras_of(folder.path, heads_hash(folder.heads))
@@ -139,9 +139,9 @@ def _server(section: EvalSection) -> Server | None:
     return None
 
 
-def answers_key(job: Job, model: MedusaModel, plan: Plan) -> str:
-    """Hash of all that an answer and its time depend on."""
-    content = [
+def key_of(job: Job, model: MedusaModel, plan: Plan) -> str:
+    """The `answers_key` of an evaluation."""
+    return answers_key(
         heads_hash(job.folder.heads),
         [question.id for question in plan.questions],
         job.recipe.backbone.model_dump(),
@@ -149,5 +149,4 @@ def answers_key(job: Job, model: MedusaModel, plan: Plan) -> str:
         job.recipe.eval.model_dump(),
         str(model.backbone.device),
         environment(),
-    ]
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    )

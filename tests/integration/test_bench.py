@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections import Counter
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,8 +13,9 @@ import pytest
 import torch
 
 from conftest import assert_refused, random_heads
+from medusa_train.eval.answers import Answer, Turn, local_ask
 from medusa_train.eval.arms import ARMS, BATCH_OF_ONE, DRAFTERS
-from medusa_train.eval.bench import by_category, check_prompts, choose_arms, outside_forward, parse_batch_sizes
+from medusa_train.eval.bench import by_category, check_prompts, choose_arms, outside_forward, parse_batch_sizes, passes
 from medusa_train.eval.questions import Question, load_questions
 from medusa_train.eval.simulate import (
     TREE_SIZES,
@@ -24,7 +24,6 @@ from medusa_train.eval.simulate import (
     parse_histogram,
     part_seconds,
 )
-from medusa_train.eval.speed import Run
 from medusa_train.inference import MedusaModel, NoDrafter, Tree, UserError, load_backbone
 from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.checkpoint import save_heads, save_tree
@@ -105,17 +104,57 @@ def test_every_arm_and_batch_is_measured_and_adds_up(command, files, tiny_chat_f
     assert "plain+compiled" not in shown, "nothing was compiled"
 
 
-def test_categories_are_of_their_own_prompts_and_a_quick_end_has_no_speed():
-    def run(histogram, seconds):
-        return Run([[]], 1.0, seconds, stats=DecodeStats(histogram=Counter(histogram)))
+def answer(histogram, seconds, batch_size=1):
+    steps = sum(tokens * count for tokens, count in histogram.items())
+    return Answer("k", "q", "medusa", 0, [Turn(1 + steps, 1, 1.0, seconds, "", histogram=histogram)], batch_size)
 
+
+def test_categories_are_of_their_own_prompts_and_a_quick_end_has_no_speed():
     questions = [Question([], category=kind) for kind in ("qa", "writing", "qa", "", "math")]
-    repeats = [[run({2: 3}, 1.0), run({1: 4}, 2.0), run({4: 1}, 1.0), run({9: 9}, 1.0), run({}, 0.0)]] * 2
-    qa, writing, math = by_category(questions, {"medusa": repeats})
+    found = [answer({2: 3}, 1.0), answer({1: 4}, 2.0), answer({4: 1}, 1.0), answer({9: 9}, 1.0), answer({}, 0.0)]
+    qa, writing, math = by_category(questions, {"medusa": [found] * 2})
     assert (qa["prompts"], qa["tokens_per_step"]) == (2, 2.5)
     assert qa["tokens_per_second"] == {"median": 5, "minimum": 5, "maximum": 5}
     assert (writing["prompts"], writing["tokens_per_step"], writing["tokens_per_second"]["median"]) == (1, 1, 2)
     assert (math["prompts"], math["tokens_per_step"], math["tokens_per_second"]) == (1, None, None)
+
+
+def test_a_batch_takes_as_many_passes_as_its_longest_answer_has_steps():
+    steps = [{2: 3}, {1: 5}, {}, {3: 1}]
+    assert passes([answer(each, 1.0) for each in steps]) == 3 + 5 + 0 + 1
+    assert passes([answer(each, 1.0, 2) for each in steps]) == 5 + 1
+    assert passes([answer(each, 1.0, 4) for each in steps]) == 5
+
+
+def test_a_killed_comparison_goes_on_where_it_was_and_leaves_its_figures_alone(command, files, monkeypatch):
+    out, asked = files / "bench.json", []
+    words = [files / "heads", "--prompts", files / "prompts.jsonl", "--dtype", "float32", "--max-new-tokens", 10]
+    words += ["--repeats", 2, "--arms", "plain,medusa", "--batch-sizes", "1,2", "--out", out]
+    real = local_ask
+
+    def counting(*parts, most=None):
+        ask = real(*parts)
+
+        def asking(questions, budget):
+            if budget == 10:  # not to warm up
+                if most is not None and len(asked) == most:
+                    raise KeyboardInterrupt
+                asked.append(len(questions))
+            return ask(questions, budget)
+
+        return asking
+
+    monkeypatch.setattr("medusa_train.eval.bench.local_ask", partial(counting, most=9))
+    code, _, _ = command(*words)
+    assert code != 0
+    assert not out.exists()
+    monkeypatch.setattr("medusa_train.eval.bench.local_ask", counting)
+    code, _, error = command(*words)
+    assert code == 0, error
+    assert asked == [1] * 20 + [2] * 8, "two arms, two repeats, five prompts and two batches, each once"
+    result = json.loads(out.read_text())
+    assert [row["identical_to_plain"] for row in result["rows"]] == [1] * 4
+    assert sorted(path.name for path in files.glob("bench*")) == ["bench.json"]
 
 
 def test_what_is_outside_the_forward_is_all_but_it():
@@ -127,11 +166,11 @@ def test_what_is_outside_the_forward_is_all_but_it():
 
 def test_prompts_fit_up_to_the_last_position():
     backbone = SimpleNamespace(max_positions=10)
-    check_prompts(backbone, [torch.arange(3), torch.arange(6)], [1, 2], 4)
+    check_prompts(backbone, [[0] * 3, [0] * 6], [1, 2], 4)
     with pytest.raises(UserError, match="exceeds the backbone's 10"):
-        check_prompts(backbone, [torch.arange(3), torch.arange(6)], [1, 2], 5)
+        check_prompts(backbone, [[0] * 3, [0] * 6], [1, 2], 5)
     with pytest.raises(UserError, match="a batch of 3 needs as many prompts"):
-        check_prompts(backbone, [torch.arange(3), torch.arange(6)], [1, 3], 4)
+        check_prompts(backbone, [[0] * 3, [0] * 6], [1, 3], 4)
 
 
 def test_some_arms_of_some_prompts_without_categories(command, files):

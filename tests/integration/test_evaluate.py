@@ -146,8 +146,8 @@ def test_the_sample_is_a_typical_one_of_the_longer_half(tokenizer):
 def test_steps_of_our_loop_are_compiled_before_they_are_timed_and_those_of_others_are_not(
     model, tokenizer, heldout, tmp_path, monkeypatch
 ):
-    def collect(asks, *settings):
-        raise Killed(settings[6])
+    def collect(*settings, compiled, needed):
+        raise Killed(compiled)
 
     monkeypatch.setattr("medusa_train.eval.evaluate.collect", collect)
     for compiled, arms in ((True, ["plain", "medusa"]), (False, [])):

@@ -45,7 +45,10 @@ def by_text(question):
 
 def ask_all(asked, path, **changes):
     settings = {"timed": [0, 1, 2], "max_new_tokens": BUDGET, "repeats": 2, "needed": ("medusa",)} | changes
-    return collect(asked.asks, QUESTIONS, settings.pop("timed"), kept=AnswerFile(path, "k"), **settings)
+    together = {1: list(asked.asks)} | settings.pop("together", {})
+    return collect(
+        asked.asks, QUESTIONS, settings.pop("timed"), kept=AnswerFile(path, "k"), together=together, **settings
+    )
 
 
 @pytest.fixture
@@ -76,23 +79,23 @@ def test_a_compiled_arm_meets_every_shape_before_it_counts_and_only_once(path):
 
 
 def test_what_was_kept_is_not_asked_again_and_a_batch_kept_in_part_is_asked_whole(path):
-    whole = ask_all(Asked("plain", "medusa"), path, batched={2: ("plain", "medusa")})
-    assert [answer.batch_size for answer in whole.batched[2]["plain"][0]] == [2, 2], "of three, one full batch"
+    whole = ask_all(Asked("plain", "medusa"), path, together={2: ("plain", "medusa")})
+    assert [answer.batch_size for answer in whole.timed[2]["plain"][0]] == [2, 2], "of three, one full batch"
     again = Asked("plain", "medusa")
-    assert ask_all(again, path, batched={2: ("plain", "medusa")}).timed == whole.timed
+    assert ask_all(again, path, together={2: ("plain", "medusa")}).timed == whole.timed
     assert again.calls == []
     # A kill between the two answers of a batch, and the file tells both sittings.
     kept = [line for line in path.read_text().splitlines() if '"batch_size": 2' not in line]
     together = [line for line in path.read_text().splitlines() if '"batch_size": 2' in line]
     path.write_text("".join(line + "\n" for line in [*kept, together[0]]))
     rest = Asked("plain", "medusa")
-    found = ask_all(rest, path, batched={2: ("plain", "medusa")})
+    found = ask_all(rest, path, together={2: ("plain", "medusa")})
     assert all(len(places) == 2 for _, places, *_ in rest.calls)
-    assert found.timed == whole.timed
-    tokens = [answer.tokens for answer in found.batched[2]["plain"][0]]
+    assert found.timed[1] == whole.timed[1]
+    tokens = [answer.tokens for answer in found.timed[2]["plain"][0]]
     assert (len(tokens), len(set(tokens))) == (2, 1), "both of one sitting: the later record counts"
-    reread = ask_all(Asked("plain", "medusa"), path, batched={2: ("plain", "medusa")})
-    assert [answer.tokens for answer in reread.batched[2]["plain"][0]] == tokens
+    reread = ask_all(Asked("plain", "medusa"), path, together={2: ("plain", "medusa")})
+    assert [answer.tokens for answer in reread.timed[2]["plain"][0]] == tokens
 
 
 def test_one_answer_of_another_key_makes_all_of_a_file_doubtful(path):
@@ -107,7 +110,7 @@ def test_one_answer_of_another_key_makes_all_of_a_file_doubtful(path):
 def test_an_error_of_a_needed_arm_ends_the_evaluation_and_another_is_told(path):
     found = ask_all(Asked("plain", "medusa", failing=("plain",)), path)
     assert found.unavailable == {"plain": "no room"}
-    assert found.timed.keys() == {"medusa"}
+    assert found.timed[1].keys() == {"medusa"}
     with pytest.raises(MemoryError):
         ask_all(Asked("plain", "medusa", failing=("medusa",)), path.with_name("other.jsonl"))
 

@@ -6,7 +6,7 @@ import pytest
 
 from medusa_train import lossless
 from medusa_train.eval.questions import Question, load_benchmark
-from medusa_train.eval_stage import HELDOUT_TOKENS, add_to_report, answer_budget, answers_key, extras_of, heads_hash
+from medusa_train.eval_stage import HELDOUT_TOKENS, add_to_report, answer_budget, extras_of, heads_hash, key_of
 from medusa_train.lossless import SAMPLED_PROMPTS, check_lossless, shortest_prompts
 from medusa_train.recipe import EvalSection, Recipe
 
@@ -38,7 +38,7 @@ def test_answers_are_kept_for_the_same_heads_questions_and_settings_alone(heads)
     def key(questions=asked, device="cpu", **sections):
         job = SimpleNamespace(recipe=recipe(**sections), folder=SimpleNamespace(heads=heads))
         model = SimpleNamespace(backbone=SimpleNamespace(device=device))
-        return answers_key(job, model, SimpleNamespace(questions=questions))
+        return key_of(job, model, SimpleNamespace(questions=questions))
 
     keys = [
         key(), key(questions=asked * 2), key(device="cuda"), key(backbone={"dtype": "float16"}),
