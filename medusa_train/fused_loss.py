@@ -1,12 +1,13 @@
 """A head's loss through the fused kernel of liger-kernel; `losses.medusa_loss` without it is the reference.
 
-Both terms of the loss are one divergence, from the mixture t = (1 - alpha) onehot(y) + alpha p of a position's target
-token and the backbone's distribution p to the head's distribution q::
+At temperature 1, both terms of the loss are one divergence, from the mixture t = (1 - alpha) onehot(y) + alpha p of a
+position's target token and the backbone's distribution p to the head's distribution q::
 
     (1 - alpha) CE(y) + alpha KL(p || q)  =  KL(t || q) + H(t) - alpha H(p)
 
 The entropies H do not depend on the head. The kernel makes the gradients of KL(t || q) in the forward pass, so logits
-are made once and kept nowhere; without it they are made a second time in the backward pass.
+are made once and kept nowhere; without it they are made a second time in the backward pass. At another temperature the
+two terms are a divergence each.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ def fused_loss(
     teacher_projection: Tensor,
     columns: Tensor,
     soft_share: float,
+    soft_temperature: float,
     logit_scale: float,
     chunk: int,
 ) -> Tensor:
@@ -63,13 +65,15 @@ def fused_loss(
         teacher_projection: ``(V', hidden)``.
         columns: ``(n,)`` columns of the target tokens, `IGNORED` outside the draft vocabulary.
         soft_share: alpha.
+        soft_temperature: of both distributions of the soft term.
         logit_scale: what the backbone multiplies raw projections with.
         chunk: positions whose logits exist at a time.
     """
     # A scale of the logits is one of the states, whose gradient autograd then scales too.
     loss: Tensor = _FusedLoss.apply(  # type: ignore[no-untyped-call]
-        states * logit_scale, projection, teacher * logit_scale, teacher_projection, columns, soft_share, chunk
-    )
+        states * logit_scale, projection, teacher * logit_scale, teacher_projection, columns, soft_share,
+        soft_temperature, chunk,
+    )  # fmt: skip
     return loss
 
 
@@ -85,36 +89,40 @@ class _FusedLoss(torch.autograd.Function):
         teacher_projection: Tensor,
         columns: Tensor,
         soft_share: float,
+        soft_temperature: float,
         chunk: int,
     ) -> Tensor:
         from liger_kernel.ops.fused_linear_kl_div import LigerFusedLinearKLDivFunction
 
-        total = torch.zeros((), device=states.device)
+        total, factor = torch.zeros((), device=states.device), soft_share * soft_temperature**2
         weight = projection.detach().requires_grad_(ctx.needs_input_grad[1])
         by_states = torch.zeros_like(states)
         by_projection = torch.zeros_like(projection) if weight.requires_grad else None
         for start in range(0, len(states), chunk):
             part = slice(start, start + chunk)
             wanted = columns[part]
-            target = torch.zeros(len(wanted), len(projection), device=states.device)
-            if soft_share:
-                target = functional.linear(teacher[part], teacher_projection).float().softmax(dim=-1)
-                total -= soft_share * torch.special.entr(target).sum()
-                target *= soft_share
+            hard = torch.zeros(len(wanted), len(projection), device=states.device)
             known = (wanted != IGNORED).nonzero()[:, 0]
-            target[known, wanted[known]] += 1 - soft_share
-            total += torch.special.entr(target).sum()
+            hard[known, wanted[known]] = 1 - soft_share
+            targets = [(hard, 1.0)] if soft_share < 1 else []
+            if soft_share:
+                logits = functional.linear(teacher[part], teacher_projection).float()
+                soft = (logits / soft_temperature).softmax(dim=-1)
+                total -= factor * torch.special.entr(soft).sum()
+                soft *= factor
+                targets = [(hard + soft, 1.0)] if soft_temperature == 1 else [*targets, (soft, soft_temperature)]
             inputs = states[part].detach().requires_grad_()
-            with torch.enable_grad():
-                divergence = LigerFusedLinearKLDivFunction.apply(
-                    inputs, weight, target, None, "sum", IGNORED, 1.0, 1e-30, torch.float32
-                )
-            differentiated = (inputs, weight) if weight.requires_grad else (inputs,)
-            gradients = torch.autograd.grad(divergence, differentiated)
-            by_states[part] = gradients[0]
-            if by_projection is not None:
-                by_projection += gradients[1]
-            total += divergence.detach()
+            for target, temperature in targets:
+                total += torch.special.entr(target).sum()
+                with torch.enable_grad():
+                    divergence = LigerFusedLinearKLDivFunction.apply(
+                        inputs, weight, target, None, "sum", IGNORED, temperature, 1e-30, torch.float32
+                    )
+                total += divergence.detach()
+                gradients = torch.autograd.grad(divergence, (inputs, weight) if weight.requires_grad else (inputs,))
+                by_states[part] += gradients[0]
+                if by_projection is not None:
+                    by_projection += gradients[1]
         ctx.save_for_backward(by_states, by_projection)
         return total
 
@@ -123,4 +131,4 @@ class _FusedLoss(torch.autograd.Function):
     def backward(ctx: Any, upstream: Tensor) -> tuple[Tensor | None, ...]:
         by_states, by_projection = ctx.saved_tensors
         scaled = None if by_projection is None else by_projection * upstream
-        return by_states * upstream, scaled, None, None, None, None, None
+        return by_states * upstream, scaled, None, None, None, None, None, None

@@ -3,10 +3,11 @@
 For head k at position t with target token y = x_{t+k+1}::
 
     loss = sum_k  lambda * gamma^(k-1) * mean over valid positions of
-                  (1 - alpha) * CE(y)  +  alpha * KL(backbone's distribution at t+k  ||  head k)
+                  (1 - alpha) * CE(y)  +  alpha * T^2 * KL(backbone's distribution at t+k  ||  head k)
 
 The weights gamma^(k-1) are those of Cai et al. 2024 ("Medusa", equation 1), where gamma is called lambda; the soft term
-is distillation from the backbone's own next-token distribution, projected from its hidden state at t+k. The mean is
+is distillation from the backbone's own next-token distribution, projected from its hidden state at t+k, both at
+temperature T; T^2 keeps its gradients as large as at T = 1 (Hinton et al. 2015, section 2). The mean is
 over the valid (position, head) pairs of the global batch, divided by K, so splitting a batch over accumulation steps
 or ranks with unequal counts gives the same gradient.
 """
@@ -39,18 +40,23 @@ class LossWeights:
         scale: lambda, the weight of the whole.
         decay: gamma, how much less each further head counts.
         soft_share: alpha, 0 for hard labels only, 1 for the backbone's distribution only.
+        soft_temperature: T.
         fused: with the kernel of liger-kernel; see `fused_loss`.
     """
 
     scale: float = 1.0
     decay: float = 0.8
     soft_share: float = 0.5
+    soft_temperature: float = 1.0
     fused: bool = False
 
     @classmethod
     def of(cls, training: TrainingSection) -> LossWeights:
         """As a recipe says."""
-        return cls(training.loss_scale, training.loss_decay, training.soft_share, training.use_liger_kernel)
+        return cls(
+            training.loss_scale, training.loss_decay, training.soft_share, training.soft_temperature,
+            training.use_liger_kernel,
+        )  # fmt: skip
 
 
 class HeadsLoss(NamedTuple):
@@ -121,10 +127,13 @@ def medusa_loss(
             logits, columns, ignore_index=IGNORED, reduction="sum"
         )
         if weights.soft_share:
+            temperature = weights.soft_temperature
             with torch.no_grad():
-                target = shape_logits(functional.linear(teacher, teacher_projection)).float().softmax(dim=-1)
-            divergence = functional.kl_div(logits.log_softmax(dim=-1), target, reduction="sum")
-            loss = loss + weights.soft_share * divergence
+                wanted = shape_logits(functional.linear(teacher, teacher_projection)).float() / temperature
+            divergence = functional.kl_div(
+                (logits / temperature).log_softmax(dim=-1), wanted.softmax(dim=-1), reduction="sum"
+            )
+            loss = loss + weights.soft_share * temperature**2 * divergence
         return loss
 
     def fused_part(
@@ -133,7 +142,10 @@ def medusa_loss(
         """The same over any number of positions."""
         states = heads.read(inputs, head, *embeddings(heads.config, embed, before, copied))
         weight, scale = heads.projection(head).weight, float(shape_logits(torch.ones(())))
-        return fused_loss(states, weight, teacher, teacher_projection, columns, weights.soft_share, scale, chunk)
+        return fused_loss(
+            states, weight, teacher, teacher_projection, columns, weights.soft_share, weights.soft_temperature, scale,
+            chunk,
+        )  # fmt: skip
 
     # As many parts on every rank, however many positions are valid there: ZeRO-3 gathers parameters for each of them,
     # and ranks that gather at different times wait for each other forever. A part without positions is computed too,

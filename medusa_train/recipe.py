@@ -257,6 +257,8 @@ class TrainingSection(_Section):
     """γ: head k counts γ^(k-1)."""
     soft_share: float = Field(0.8, ge=0, le=1)
     """α: 0 learns the tokens, 1 the backbone's distribution."""
+    soft_temperature: float = Field(1.0, gt=0)
+    """Temperature of the backbone's and the head's distributions in the soft part of the loss."""
     use_liger_kernel: bool = False
     """The loss through liger-kernel's fused kernel, on a GPU; needs the extra liger."""
 
@@ -287,7 +289,7 @@ class TrainingSection(_Section):
     def trainer_arguments(self) -> dict[str, Any]:
         """What goes to `transformers.TrainingArguments`."""
         ours = {"mode", "pack_tokens", "eval_positions", "eval_tree_size", "early_stopping_patience"}
-        loss = {"loss_scale", "loss_decay", "soft_share", "use_liger_kernel"}
+        loss = {"loss_scale", "loss_decay", "soft_share", "soft_temperature", "use_liger_kernel"}
         return self.model_dump(exclude=ours | loss) | {
             "eval_steps": self.steps_between_evaluations or None,
             "load_best_model_at_end": self.compares,

@@ -23,14 +23,14 @@ from medusa_train.losses import LossWeights, medusa_loss
 
 torch.set_num_threads(1)
 
-def results(fused, share, chunk, draft, kind, scale, trained, empty):
+def results(fused, share, temperature, chunk, draft, kind, scale, trained, empty):
     heads, hidden, roots, teacher, labels, copies, *rest = heads_and_batch(draft=draft, kind=kind)
     if empty:
         labels.fill_(IGNORED)
     for head in range(HEADS):
         heads.projection(head).weight.requires_grad_(trained)
     hidden.requires_grad_()
-    weights = LossWeights(1.5, 0.7, share, fused)
+    weights = LossWeights(1.5, 0.7, share, temperature, fused)
     loss = medusa_loss(heads, hidden, roots, teacher, labels, copies, *rest, weights, chunk=chunk, embed=embed,
                        shape_logits=lambda logits: logits * scale)
     (2 * loss.loss).backward()
@@ -38,12 +38,13 @@ def results(fused, share, chunk, draft, kind, scale, trained, empty):
     return [loss.loss.detach(), loss.sums, *gradients], loss.counts
 
 # A grid over all would take minutes: each way of being different once or twice.
-CASES = [  # alpha, chunk, draft vocabulary, kind, scale, trained projections, no target at all
-    (0.8, 3, [1, 4, 7, 11], "medusa", 1.0, True, False),
-    (0.0, 1024, [1, 4, 7, 11], "hydra", 1.0, True, False),
-    (1.0, 2, None, "recurrent", 0.5, True, False),
-    (0.5, 3, None, "medusa", 2.0, False, False),
-    (0.8, 3, None, "medusa", 1.0, True, True),
+CASES = [  # alpha, temperature, chunk, draft vocabulary, kind, scale, trained projections, no target at all
+    (0.8, 1.0, 3, [1, 4, 7, 11], "medusa", 1.0, True, False),
+    (0.6, 2.0, 3, [1, 4, 7, 11], "medusa", 2.0, True, False),
+    (0.0, 1.0, 1024, [1, 4, 7, 11], "hydra", 1.0, True, False),
+    (1.0, 0.5, 2, None, "recurrent", 0.5, True, False),
+    (0.5, 1.0, 3, None, "medusa", 2.0, False, False),
+    (0.8, 1.0, 3, None, "medusa", 1.0, True, True),
 ]
 for case in CASES:
     (expected, counts), (found, counted) = results(False, *case), results(True, *case)
@@ -64,7 +65,7 @@ def test_the_kernel_gives_the_chunked_loss_and_its_gradients():
         text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.count("equal") == 5
+    assert done.stdout.count("equal") == 6
 
 
 def test_a_device_without_triton_is_told(monkeypatch):

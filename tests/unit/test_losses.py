@@ -53,9 +53,10 @@ def slow_loss(heads, hidden, roots, teacher, labels, copies, projection, columns
                        for at, c in enumerate(copies[t, : k + 1])]  # fmt: skip
             copied = [embed(c) if same else torch.zeros(HIDDEN) for c, same in zip(copies[t], follows, strict=False)]
             log_q = heads(hidden[t], k, embed(torch.tensor(before)), torch.stack(copied)).log_softmax(-1)
-            p = (projection @ teacher[t, k]).softmax(-1)
+            warmth = weights.soft_temperature
+            p = (projection @ teacher[t, k] / warmth).softmax(-1)
             hard = -log_q[columns[labels[t, k]]] if columns[labels[t, k]] != IGNORED else torch.zeros(())
-            soft = (p * (p.log() - log_q)).sum()
+            soft = warmth**2 * (p * (p.log() - (log_q / warmth).log_softmax(-1))).sum()
             one = (1 - weights.soft_share) * hard + weights.soft_share * soft
             total = total + weights.scale * weights.decay**k * one * HEADS / pairs
     return total
@@ -63,7 +64,9 @@ def slow_loss(heads, hidden, roots, teacher, labels, copies, projection, columns
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft", [None, [1, 4, 7, 11]])
-@pytest.mark.parametrize("weights", [LossWeights(), LossWeights(2.0, 0.5, 0.0), LossWeights(1.0, 0.9, 1.0)])
+@pytest.mark.parametrize(
+    "weights", [LossWeights(), LossWeights(2.0, 0.5, 0.0), LossWeights(1.0, 0.9, 1.0), LossWeights(1.0, 0.9, 0.6, 2.0)]
+)
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
 def test_loss_and_gradients_equal_the_formula(kind, draft, weights, chunk):
     heads, *batch = heads_and_batch(draft=draft, kind=kind)
