@@ -257,7 +257,7 @@ class TrainingSection(_Section):
     """γ: head k counts γ^(k-1)."""
     soft_share: float = Field(0.8, ge=0, le=1)
     """α: 0 learns the tokens, 1 the backbone's distribution."""
-    soft_temperature: float = Field(1.0, gt=0)
+    soft_temperature: float = Field(2.0, gt=0)
     """Temperature of the backbone's and the head's distributions in the soft part of the loss."""
     use_liger_kernel: bool = False
     """The loss through liger-kernel's fused kernel, on a GPU; needs the extra liger."""
