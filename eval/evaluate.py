@@ -172,6 +172,9 @@ def evaluate(
             "pass_bytes": {"backbone": bytes_read(model.backbone.model), "heads": bytes_read(model.heads)},
             "tree_size": model.tree.size,
             "tree_paths": [list(path) for path in model.tree.paths if path],
+            "batch_trees": {
+                rows: [list(path) for path in tree.paths if path] for rows, tree in model.batch_trees.items()
+            },
         },
         "acceptance": accepted,
         "simulated": simulated(token_ranks(model, [shard]), model.tree, accepted["tokens_per_step"]),
@@ -185,7 +188,7 @@ def evaluate(
             row | {"replayed": replay(ranks, Tree.from_paths(row["paths"])).tokens_per_step} for row in plan.compared
         ],
         "speed": {arm: speed_row(found, bases) for arm, found in answers.items()},
-        "batches": [_batch(model.backbone, size, found) for size, found in collected.timed.items() if size > 1],
+        "batches": [_batch(model, size, found) for size, found in collected.timed.items() if size > 1],
         "unavailable": refused | collected.unavailable,
         "speedup": {f"over_{name}": value for name, value in over.items()},
         "overhead": None if not plain_step or not medusa_step else medusa_step / plain_step,
@@ -228,14 +231,15 @@ def _asks(model: MedusaModel, tokenizer: PreTrainedTokenizerBase, plan: Plan) ->
     return asks, refused
 
 
-def _batch(backbone: Backbone, size: int, answers: dict[str, Answers]) -> dict[str, Any]:
+def _batch(model: MedusaModel, size: int, answers: dict[str, Answers]) -> dict[str, Any]:
     """Every arm's speed with so many prompts answered together."""
     bases = {name: answers.get(name) for name in ("generate", "plain")}
     arms = {}
     for arm, found in answers.items():
-        same = compare_outputs(backbone, bases["plain"][0], found[0]) if bases["plain"] else None
+        same = compare_outputs(model.backbone, bases["plain"][0], found[0]) if bases["plain"] else None
         arms[arm] = batch_speed_row(found, bases) | {"identical_to_plain": same and same["identical_share"]}
-    return {"batch_size": size, "prompts": len(next(iter(answers.values()))[0]), "arms": arms}
+    prompts, tree = len(next(iter(answers.values()))[0]), model.drafter_for(size).tree
+    return {"batch_size": size, "prompts": prompts, "tree_size": tree.size, "arms": arms}
 
 
 def rows_of(answers: Sequence[Answer]) -> list[Row]:

@@ -36,15 +36,13 @@ def report_plots(report: Mapping[str, Any]) -> list[dict[str, str]]:
 
 
 def chosen_size(report: Mapping[str, Any]) -> dict[str, Any]:
-    """The row of the tree stage's table that was chosen."""
-    result = report["made"]["tree"]["result"]
-    wanted = (result["chosen_for_batch_size"], result["chosen_size"])
-    chosen: dict[str, Any] = next(row for row in result["sizes"] if (row["batch_size"], row["size"]) == wanted)
+    """The row of the tree stage's table that was chosen for one prompt."""
+    sizes = report["made"]["tree"]["result"]["sizes"]
+    chosen: dict[str, Any] = next(row for row in sizes if row["batch_size"] == 1 and row["chosen"])
     return chosen
 
 
 def _by_tree_size(report: Mapping[str, Any]) -> Figure:
-    chosen = chosen_size(report)
     figure, left = _figure("tokens per pass of a row (tree size)")
     curves: dict[int, list[dict[str, Any]]] = {}
     for row in report["made"]["tree"]["result"]["sizes"]:
@@ -59,9 +57,8 @@ def _by_tree_size(report: Mapping[str, Any]) -> Figure:
         # Darker, then lighter: more rows leave less of a pass free.
         shade = (*_rgb(BLUE), 1 - 0.6 * number / len(curves))
         right.plot(ticks, speedups, "s--", color=shade, label=f"batch size {batch_size}")
-        if batch_size == chosen["batch_size"]:
-            place = ticks.index(chosen["size"])
-            right.plot([ticks[place]], [speedups[place]], "o", color=BLUE, markersize=14, fillstyle="none")
+        place = next(place for place, row in enumerate(rows) if row["chosen"])
+        right.plot([ticks[place]], [speedups[place]], "o", color=shade, markersize=14, fillstyle="none")
     right.set_ylabel(f"expected speedup over size {ticks[0]}", color=BLUE)
     right.spines["top"].set_visible(False)
     if len(curves) > 1:

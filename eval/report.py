@@ -15,7 +15,7 @@ from medusa_train.eval.plots import chosen_size, report_plots, tree_picture
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.files import write_json, write_text
 
-SCHEMA = 4  # of report.json; grows when a key changes its meaning or goes
+SCHEMA = 5  # of report.json; grows when a key changes its meaning or goes
 
 
 def write_report(folder: Path, report: dict[str, Any]) -> None:

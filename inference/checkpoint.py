@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, get_args
@@ -46,6 +46,7 @@ class Checkpoint:
     Attributes:
         heads: the heads, fp32 or as saved, on the CPU.
         tree: the tree stored with them, or None.
+        batch_trees: smallest number of prompts -> the tree stored for so many.
         calibration: what adaptive drafting needs, or None.
         backbone_source: the backbone that they were trained on, "" if the folder does not say.
         probe: see `Backbone.check_probe`; None if the folder does not carry one.
@@ -54,6 +55,7 @@ class Checkpoint:
 
     heads: MedusaHeads
     tree: Tree | None
+    batch_trees: Mapping[int, Tree]
     calibration: Calibration | None
     backbone_source: str
     probe: tuple[float, ...] | None
@@ -112,16 +114,22 @@ def save_heads(
 
 
 def save_tree(
-    folder: str | Path, tree: Tree, calibration: Calibration | None = None, reason: str | None = None
+    folder: str | Path,
+    tree: Tree,
+    calibration: Calibration | None = None,
+    batch_trees: Mapping[int, Tree] | None = None,
+    reasons: Mapping[int, str] | None = None,
 ) -> None:
-    """Write ``tree.json``: the static tree's paths and, under ``adaptive``, what adaptive drafting needs.
+    """Write ``tree.json``: static trees' paths and, under ``adaptive``, what adaptive drafting needs.
 
     Args:
-        reason: why this tree, for people; written as ``chosen_because``.
+        batch_trees: as in `MedusaModel`; written under ``batches``.
+        reasons: number of prompts -> why this tree, for people; written as ``chosen_because``.
     """
-    why = {"chosen_because": reason} if reason else {}
-    adaptive = {"adaptive": calibration.to_json()} if calibration else {}
-    write_json(Path(folder) / TREE, why | tree.to_json() | adaptive)
+    why = {rows: {"chosen_because": reason} for rows, reason in (reasons or {}).items()}
+    batches = {str(rows): why.get(rows, {}) | own.to_json() for rows, own in (batch_trees or {}).items()}
+    content = why.get(1, {}) | tree.to_json() | ({"batches": batches} if batches else {})
+    write_json(Path(folder) / TREE, content | ({"adaptive": calibration.to_json()} if calibration else {}))
 
 
 def load_heads(source: str | Path, revision: str | None = None) -> Checkpoint:
@@ -157,6 +165,7 @@ def load_heads(source: str | Path, revision: str | None = None) -> Checkpoint:
     return Checkpoint(
         heads=heads.eval().requires_grad_(False),
         tree=tree,
+        batch_trees=_read_batch_trees(folder / TREE) if tree else {},
         calibration=calibration,
         backbone_source=str(content.get("base_model_name_or_path") or ""),
         probe=_read_probe(content, folder),
@@ -202,6 +211,19 @@ def local_folder(source: str | Path, patterns: Sequence[str], revision: str | No
     except failures as error:
         reason = " ".join(str(error).split())[:200]
         raise UserError(f"heads {name}: no such folder, and not to be had from the Hub ({reason})") from error
+
+
+def _read_batch_trees(path: Path) -> dict[int, Tree]:
+    batches = json.loads(path.read_text(encoding="utf-8")).get("batches", {})
+    try:
+        trees = {int(rows): Tree.from_paths(batch["paths"]) for rows, batch in batches.items()}
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{path}: its part 'batches' is damaged ({error!r}); run medusa-train tree --overwrite"
+        ) from error
+    if trees and min(trees) < 2:
+        raise UserError(f"{path}: its part 'batches' names a batch of {min(trees)}; batches have two prompts or more")
+    return trees
 
 
 def _read_calibration(path: Path) -> Calibration | None:

@@ -106,12 +106,14 @@ class MedusaModel:
         tree: Tree | None = None,
         calibration: Calibration | None = None,
         step: Step | None = None,
+        batch_trees: Mapping[int, Tree] | None = None,
     ) -> None:
         """Put the parts together.
 
         Args:
             tree: verified in every pass; eight tokens by default.
             calibration: for `adaptive_drafter`.
+            batch_trees: smallest number of prompts -> the tree that so many are decoded with instead.
             step: how the backbone's passes are made; eager by default, see `compiled`.
 
         Raises:
@@ -135,7 +137,10 @@ class MedusaModel:
             pack_linears(self.heads)
         depth = min(config.num_heads, 3)
         self.tree = tree or Tree.from_paths([path for path in DEFAULT_PATHS if len(path) <= depth])
-        self.drafter = self.medusa_drafter(self.tree)
+        self.batch_trees = dict(batch_trees or {})
+        self._drafters = {
+            rows: self.medusa_drafter(own) for rows, own in sorted({1: self.tree, **self.batch_trees}.items())
+        }
         self.calibration = calibration
         self.step = step or Step(self.backbone)
 
@@ -170,7 +175,9 @@ class MedusaModel:
             backbone = load_backbone(source, dtype, device, quantization, adapter=checkpoint.adapter)
         elif isinstance(backbone, PreTrainedModel):
             backbone = Backbone.wrap(backbone)
-        model = cls(backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration)
+        model = cls(
+            backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration, batch_trees=checkpoint.batch_trees
+        )
         model.backbone.check_probe(checkpoint.probe, str(heads))
         return model
 
@@ -179,6 +186,10 @@ class MedusaModel:
         twin = copy.copy(self)
         twin.step = Step(self.backbone, compiled=True)
         return twin
+
+    def drafter_for(self, rows: int) -> MedusaDrafter:
+        """Drafts with the heads and the tree for so many prompts: that of the largest known batch within them."""
+        return self._drafters[max(known for known in self._drafters if known <= rows)]
 
     def medusa_drafter(self, tree: Tree) -> MedusaDrafter:
         """Drafts with the heads and another tree than the model's own."""
@@ -305,7 +316,7 @@ class MedusaModel:
             raise UserError(f"drafter={drafter!r} is no drafter; pass one, NoDrafter() say, which decodes plainly")
         return decode(
             self.step,
-            drafter or self.drafter,
+            drafter or self.drafter_for(len(prompts)),
             verify,
             prompts,
             stopping,

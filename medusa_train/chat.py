@@ -40,11 +40,11 @@ def make_drafter(model: MedusaModel, name: str) -> Drafter:
     """
     check_drafter(name)
     if name == "medusa":
-        return model.drafter
+        return model.drafter_for(1)
     if name == "adaptive":
         return model.adaptive_drafter()
     if name == "medusa-lookup":
-        return MedusaLookupDrafter(model.drafter, PromptLookupDrafter())
+        return MedusaLookupDrafter(model.drafter_for(1), PromptLookupDrafter())
     if name == "lookup":
         return PromptLookupDrafter()
     return NoDrafter()

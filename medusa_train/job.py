@@ -76,4 +76,6 @@ class Job:
         checkpoint = load_heads(self.folder.heads)
         backbone = self.decoding_backbone
         backbone.check_probe(checkpoint.probe, str(self.folder.heads))
-        return MedusaModel(backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration, self.step)
+        return MedusaModel(
+            backbone, checkpoint.heads, checkpoint.tree, checkpoint.calibration, self.step, checkpoint.batch_trees
+        )

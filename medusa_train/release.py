@@ -172,7 +172,8 @@ def read_report(folder: Path) -> dict[str, Any]:
         report: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         setting, made = report["setting"], report["made"]
         measured = tokens_per_step(report) >= 1 and len(speedups(report)) > 0 and report["losslessness"]
-        shape = {key: setting[key] for key in ("kind", "num_heads", "num_layers", "draft_vocab_size", "tree_paths")}
+        shape = {key: setting[key] for key in ("kind", "num_heads", "num_layers", "draft_vocab_size")}
+        trees = setting["tree_paths"], setting["batch_trees"]
     except OSError as error:
         raise UserError(f"{path} is missing, and heads are not published without figures; {again} first") from error
     except (json.JSONDecodeError, KeyError, TypeError, ValueError) as error:
@@ -180,12 +181,12 @@ def read_report(folder: Path) -> dict[str, Any]:
     if not measured:
         raise UserError(f"{path} lacks tokens per step or a speedup; {again} again with more prompts or tokens")
     checkpoint = load_heads(folder)
-    config, tree = checkpoint.heads.config, checkpoint.tree
-    ours = {key: getattr(config, key) for key in shape if key != "tree_paths"}
+    same_heads = shape == {key: getattr(checkpoint.heads.config, key) for key in shape}
+    own = checkpoint.tree.to_json()["paths"] if checkpoint.tree else []
+    same_trees = trees == (own, {str(rows): tree.to_json()["paths"] for rows, tree in checkpoint.batch_trees.items()})
     trained = folder.parent / "train" / "run.json"
-    if shape != ours | {"tree_paths": tree.to_json()["paths"] if tree else []} or (
-        trained.exists() and json.loads(trained.read_text(encoding="utf-8")) != made["train"]
-    ):
+    same_run = not trained.exists() or json.loads(trained.read_text(encoding="utf-8")) == made["train"]
+    if not (same_heads and same_trees and same_run):
         raise UserError(f"{path} was measured with other heads or another tree than {folder}; {again} again")
     return report
 

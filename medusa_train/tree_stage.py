@@ -70,10 +70,10 @@ def run_tree(job: Job) -> dict[str, Any]:
     # A tree from the recipe may use ranks that the search leaves out.
     widest = max([max_rank, *(given.ranks_needed() if given else ())])
     counted = prefixes if widest == max_rank else count_prefixes(ranks.calibration(), widest)
-    batches = list(dict.fromkeys(section.batch_sizes))
     # So is one row, from which other numbers of rows are reckoned.
-    cells = {(rows, tree.size): tree for rows in sorted({1, *batches}) for tree in candidates.values()}
-    cells = {(batches[0], customary.size): customary} | cells
+    batches = sorted({1, *section.batch_sizes})
+    cells = {(1, customary.size): customary}
+    cells |= {(rows, tree.size): tree for rows in batches for tree in candidates.values()}
     prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
     ladders = _time_ladders(model, cells, counted, prompt, section)
     offered = sorted({trees[size].size for size in section.tree_sizes})
@@ -82,14 +82,17 @@ def run_tree(job: Job) -> dict[str, Any]:
         choices = [ladder.choices[size] for size in offered]
         best[rows] = choose_tree(choices, ladder.noise)
         reasons[rows] = choice_reason(choices, best[rows], ladder.noise)
-    chosen = given or best[batches[0]].tree
-    reason = "given by the recipe" if given else f"at batch size {batches[0]}, {reasons[batches[0]]}"
+    chosen = given or best[1].tree
+    # A tree that the recipe gives is for every number of prompts.
+    batch_trees = {} if given else {rows: best[rows].tree for rows in batches if rows > 1}
+    told = {1: "given by the recipe"} if given else {rows: f"at batch size {rows}, {reasons[rows]}" for rows in batches}
     largest = max(trees.values(), key=lambda tree: tree.size)
     kept = [size for size in sorted(candidates) if size <= largest.size]
     step_seconds = {
         rows: {size: ladder.choices[size].step_seconds for size in kept} for rows, ladder in ladders.items()
     }
-    save_tree(folder.heads, chosen, Calibration(largest, fit_temperatures(model, shards), step_seconds), reason)
+    calibration = Calibration(largest, fit_temperatures(model, shards), step_seconds)
+    save_tree(folder.heads, chosen, calibration, batch_trees, told)
     table = [
         {
             "batch_size": rows,
@@ -98,6 +101,7 @@ def run_tree(job: Job) -> dict[str, Any]:
             "step_ms": ladder.choices[size].step_seconds * 1000,
             "measured_step_ms": ladder.measured[size] * 1000,
             "expected_tokens_per_second": rows * ladder.choices[size].tokens_per_second,
+            "chosen": size == batch_trees.get(rows, chosen).size,
         }
         for rows, ladder in ladders.items()
         for size in sorted(candidates)
@@ -109,15 +113,14 @@ def run_tree(job: Job) -> dict[str, Any]:
         f"exact counts, {customary.size} tokens": best_tree(prefixes, customary.size),
         f"independence-greedy, {customary.size} tokens": customary,
     }
-    listed = [_listed(name, tree, counted, ladders[batches[0]]) for name, tree in compared.items()]
+    listed = [_listed(name, tree, counted, ladders[1]) for name, tree in compared.items()]
     for rows, choice in best.items():
         tqdm.write(f"tree: batch size {rows}: {choice.tree.size} tokens per pass, {reasons[rows]}")
     return {
         "chosen_size": chosen.size,
-        "chosen_for_batch_size": batches[0],
-        "chosen_because": reason,
+        "chosen_because": told[1],
         "given": given is not None,
-        "step_time_noise": ladders[batches[0]].noise,
+        "step_time_noise": ladders[1].noise,
         "sizes": table,
         "best_sizes": [
             {"batch_size": rows, "size": choice.tree.size, "reason": reasons[rows]} for rows, choice in best.items()

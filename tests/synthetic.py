@@ -63,7 +63,7 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
     environment = {"torch": "2.13", "processor": "A Processor", "threads": 2, "accelerator": None}
     sizes = [
         {"batch_size": rows, "size": size, "expected_tokens_per_step": tokens, "step_ms": ms, "measured_step_ms": ms,
-         "expected_tokens_per_second": rows * 1000 * tokens / ms}
+         "expected_tokens_per_second": rows * 1000 * tokens / ms, "chosen": size == (6 if rows == 1 else 1)}
         for rows, slower in ((1, 0.0), (4, 8.0))
         for size, tokens, ms in (
             (size, tokens, ms + slower * size)
@@ -80,7 +80,6 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
         "chosen_size": 6,
         "sizes": sizes,
         "gains": gains,
-        "chosen_for_batch_size": 1,
         "chosen_because": "at batch size 1, the fastest of 4 sizes, 34.0 expected tokens/s a row",
         "given": False,
         "best_sizes": [
@@ -98,7 +97,7 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
             "prompt_tokens": [3] * 12, "max_new_tokens": 21, "repeats": len(repeats), "compiled": False,
             "kind": "medusa", "num_heads": 2, "num_layers": 1, "draft_vocab_size": 4096,
             "reads_copies": False,
-            "tree_size": 6, "tree_paths": PATHS,
+            "tree_size": 6, "tree_paths": PATHS, "batch_trees": {"4": []},
             "pass_bytes": {"backbone": 400_000_000, "heads": 20_000_000},
         },
         "acceptance": accepted,

@@ -29,6 +29,19 @@ def test_rows_of_any_lengths_and_padding_equal_their_single_runs(llama, model, n
             assert len(out.stats.histogram) > 1  # and not everywhere alike
 
 
+def test_a_batch_is_decoded_with_the_tree_for_so_many_prompts(llama):
+    """The largest batch within theirs, in an order that the mapping does not have."""
+    trees = {5: Tree.chain(1), 3: Tree.from_paths([(0,), (1,), (0, 0)])}
+    model = MedusaModel(llama, random_heads(), WIDE, batch_trees=trees)
+    for rows, tree in ((1, WIDE), (2, WIDE), (3, trees[3]), (4, trees[3]), (5, trees[5]), (7, trees[5])):
+        given = prompts([2 + row for row in range(rows)])
+        out = model.generate(given, 6, eos_token_ids=())
+        # A row alone, which ends last, keeps the tree that its batch began with.
+        assert set(out.stats.pass_sizes) == {tree.size}
+        assert out.new_tokens == [greedy(llama, row, 6) for row in given]
+    assert model.compiled().drafter_for(3).tree == trees[3]
+
+
 @pytest.mark.parametrize("name", DRAFTERS)
 def test_rows_that_end_early_leave_the_others_as_they_are(llama, model, name):
     rows = prompts((5, 1, 9, 3))

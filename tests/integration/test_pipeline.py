@@ -153,7 +153,7 @@ def test_measurements_alone_are_repeated_for_the_same_recipe(recipe_file):
     assert not (stages / "eval").exists()
 
 
-def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file):
+def test_steps_are_timed_and_a_tree_is_chosen_for_every_batch_size(recipe_file):
     """Times are given, so that both batch sizes have a tree of their own; every other round is slower by half."""
 
     def choose(*batch_sizes, seconds=lambda size: 1e-9 * size**4, **overrides):
@@ -167,7 +167,8 @@ def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file)
             # Rerun where only the times are others.
             job = run(recipe_file, *words, last="tree", overwrite=bool(asked))
         asked.append(batch_sizes)
-        told = json.loads((job.folder.heads / "tree.json").read_text())["chosen_because"]
+        tree_file = json.loads((job.folder.heads / "tree.json").read_text())
+        told = [tree_file["chosen_because"], *(batch["chosen_because"] for batch in tree_file["batches"].values())]
         shards = list(read_cache(job.folder.stage("cache") / "calibration"))
         result = job.folder.result("tree")["result"]
         # Every answer token but the first is one that head 1 should have drafted.
@@ -175,7 +176,7 @@ def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file)
             int((torch.arange(1, len(shard.tokens) + 1) < shard.ends).sum()) for shard in shards
         )
         (row,) = (row for row in result["sizes"] if (row["batch_size"], row["size"]) == (
-            result["chosen_for_batch_size"], result["chosen_size"]))  # fmt: skip
+            1, result["chosen_size"]))  # fmt: skip
         assert 1 + sum(gain for _, gain in result["gains"]) == pytest.approx(row["expected_tokens_per_step"])
         assert [each["size"] for each in result["compared"][:2]] == [result["chosen_size"]] * 2
         assert result["compared"][0]["step_ms"] == pytest.approx(row["step_ms"])
@@ -200,19 +201,20 @@ def test_steps_are_timed_for_every_batch_size_and_the_first_decides(recipe_file)
             assert row["measured_step_ms"] == row["step_ms"] == pytest.approx(1e-6 * row["size"] ** 4)
     best = {row["batch_size"]: row["size"] for row in result["best_sizes"]}
     assert best == {1: max(model.calibration.sizes), 3: min(model.calibration.sizes)}
-    assert (result["chosen_for_batch_size"], model.tree.size) == (1, best[1])
+    assert (model.tree.size, model.drafter_for(2).tree.size) == (best[1], best[1])
+    assert (model.drafter_for(3).tree.size, model.drafter_for(30).tree.size) == (best[3], best[3])
     expected = {row["size"]: row["expected_tokens_per_step"] for row in result["sizes"]}
     model, result = choose(3, max_rank=1)
-    assert (result["chosen_for_batch_size"], model.tree.size) == (3, best[3])
+    assert {rows: tree.size for rows, tree in model.batch_trees.items()} == {3: best[3]}
     assert model.calibration.step_seconds.keys() == {1, 3}
-    assert result["told"].startswith("at batch size 3, the fastest of")
+    assert [told[:28] for told in result["told"]] == ["at batch size 1, the fastest", "at batch size 3, the fastest"]
     assert {rank for path in model.calibration.superset.paths for rank in path} == {0}, "no other rank may be used"
     # Slower by 3 %, which is less than the noise, with more tokens per step.
     model, result = choose(
         3, seconds=lambda size: 1.03 * expected[size] if size in expected and size > 1 else float(size)
     )
-    assert model.tree.size == best[1]
-    assert "within the noise of 5.0%" in result["told"]
+    assert model.drafter_for(3).tree.size == best[1]
+    assert "within the noise of 5.0%" in result["told"][1]
 
 
 def test_a_benchmark_is_asked_and_the_report_grows(recipe_file, tmp_path, command):

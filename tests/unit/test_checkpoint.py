@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 from conftest import KINDS, make_llama, random_heads, reading
 from medusa_train.inference import HeadsConfig, MedusaHeads, MedusaModel, Tree, UserError
 from medusa_train.inference.backbone import Backbone
-from medusa_train.inference.checkpoint import expected_shapes, load_heads, save_heads
+from medusa_train.inference.checkpoint import TREE, expected_shapes, load_heads, save_heads, save_tree
 
 WEIGHTS = "medusa_lm_head.safetensors"
 
@@ -42,6 +42,38 @@ def test_round_trip_is_exact(saved):
         assert torch.equal(checkpoint.heads.state_dict()[name], tensor), name
     assert checkpoint.tree == Tree.chain(2)
     assert checkpoint.backbone_source == "base"
+
+
+def test_trees_of_batches_and_the_reasons_for_them_are_kept(saved):
+    trees = {4: Tree.chain(1), 16: Tree.root_only()}
+    save_tree(saved, Tree.chain(2), batch_trees=trees, reasons={1: "it was there", 4: "it was smaller"})
+    loaded = load_heads(saved)
+    assert (loaded.tree, loaded.batch_trees) == (Tree.chain(2), trees)
+    content = json.loads((saved / TREE).read_text())
+    assert content["chosen_because"] == "it was there"
+    assert content["batches"] == {
+        "4": {"chosen_because": "it was smaller", "paths": [[0]]}, "16": {"paths": []},
+    }  # fmt: skip
+    save_tree(saved, Tree.chain(2))
+    assert load_heads(saved).batch_trees == {}
+
+
+@pytest.mark.parametrize(
+    ("batches", "told"),
+    [
+        ({"four": {"paths": [[0]]}}, "'batches' is damaged"),
+        ({"4": [[0]]}, "'batches' is damaged"),
+        ({"4": {}}, "'batches' is damaged"),
+        ([4], "'batches' is damaged"),
+        ({"4": {"paths": [[-1]]}}, "whole numbers from 0"),
+        ({"1": {"paths": [[0]]}}, "a batch of 1; batches have two prompts or more"),
+        ({"4": {"paths": [[0]]}, "0": {"paths": [[0]]}}, "a batch of 0; batches have two prompts or more"),
+    ],
+)
+def test_damaged_trees_of_batches(saved, batches, told):
+    (saved / TREE).write_text(json.dumps({"paths": [[0]], "batches": batches}))
+    with pytest.raises(UserError, match=told):
+        load_heads(saved)
 
 
 def test_a_reduced_vocabulary_round_trips(tmp_path):
