@@ -358,4 +358,4 @@ def test_the_gpu_script_ends_with_one_line_where_there_is_no_gpu(tmp_path):
 def test_a_draft_model_is_needed_when_the_function_is_called_without_one(files, tiny_chat_folder):
     model = MedusaModel.from_pretrained(files / "heads", dtype="float32", device="cpu")
     with pytest.raises(UserError, match="--draft-model"):
-        DRAFTERS["draft-model"](model, None)
+        DRAFTERS["draft-model"](model, None, 1)
