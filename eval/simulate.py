@@ -131,7 +131,7 @@ def random_model(shape: str, num_heads: int, dtype: torch.dtype, device: str) ->
         drafting = MedusaHeads(HeadsConfig(num_heads, 1, hidden, vocabulary, min(DRAFT_VOCAB_SIZE, vocabulary)))
     drafting = drafting.to(dtype).eval().requires_grad_(False)
     if device == "cpu" and can_pack(dtype):
-        pack_linears(model)
+        pack_linears(model, lambda: model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False))
         pack_linears(drafting)
     return Backbone.wrap(model), drafting
 

@@ -398,7 +398,8 @@ def load_backbone(
     # A repository's recommended settings (repetition penalty, sampling) would colour what is called greedy here.
     model.generation_config = GenerationConfig(eos_token_id=model.generation_config.eos_token_id)
     if device == "cpu" and not quantization and not trainable and can_pack(options["dtype"]):
-        pack_linears(model)
+        # Two tokens: a pass of one may take another way through attention.
+        pack_linears(model, lambda: model(input_ids=torch.zeros(1, 2, dtype=torch.long), use_cache=False))
     return Backbone.wrap(model, source)
 
 

@@ -4,12 +4,15 @@ A verification pass multiplies a handful of tokens with every weight of the mode
 narrow products to kernels that copy the weight into their own layout at each call; for 4 to 16 tokens that copy
 costs more than the product. oneDNN can keep the weight in its layout instead, which is what inductor's freezing does
 inside a compiled graph; here it is done for eager code. Plain decoding on the same model gets the same benefit, so
-speedups stay honest. ``benchmarks/cpu_linear.py`` measures the difference.
+speedups stay honest. Layers that read the very same tensor (queries, keys and values; the two halves of a gated MLP)
+become one product, because a small product costs its call. ``benchmarks/cpu_linear.py`` measures both.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import cast
 from weakref import WeakValueDictionary
 
@@ -57,6 +60,53 @@ class PackedLinear(nn.Module):
         return cast(Tensor, product)
 
 
+class JointLinear(nn.Module):
+    """One of several frozen ``nn.Linear`` that read the same tensor: the first that is asked computes all of them."""
+
+    def __init__(self, joint: Joint, place: int) -> None:
+        super().__init__()
+        self.joint, self.product, self.place = joint, joint.product, place
+        self.in_features, self.out_features = joint.product.in_features, joint.sizes[place]
+
+    @property
+    def weight(self) -> Tensor:
+        """The weight as an ordinary ``(out, in)`` tensor: a copy."""
+        return self.product.weight.split(self.joint.sizes)[self.place]
+
+    @property
+    def bias(self) -> Tensor | None:
+        return None if self.product.bias is None else self.product.bias.split(self.joint.sizes)[self.place]
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.joint(x, self.place)
+
+
+class Joint:
+    """The product of layers that read the same tensor.
+
+    Attributes:
+        product: of all of them.
+        sizes: how many of its columns are each layer's.
+    """
+
+    def __init__(self, layers: Sequence[nn.Linear]) -> None:
+        self.sizes = [layer.out_features for layer in layers]
+        whole = nn.Linear(layers[0].in_features, sum(self.sizes), bias=False, device="meta")
+        whole.weight = nn.Parameter(torch.cat([layer.weight.detach() for layer in layers]), requires_grad=False)
+        if layers[0].bias is not None:
+            whole.bias = nn.Parameter(torch.cat([layer.bias.detach() for layer in layers]), requires_grad=False)
+        self.product = PackedLinear(whole)
+        self._last: tuple[Tensor, tuple[Tensor, ...]] | None = None
+
+    def __call__(self, x: Tensor, place: int) -> Tensor:
+        last = self._last  # read once: another thread may decode with the same model
+        if last is None or last[0] is not x:
+            last = self._last = (x, self.product(x).split(self.sizes, dim=-1))
+        if place == len(self.sizes) - 1:
+            self._last = None  # nothing is held, and no compiled graph gives it out
+        return last[1][place]
+
+
 def _packed_linear(x: Tensor, layer: int, out_features: int) -> Tensor:
     return _layers[layer].product(x)
 
@@ -82,16 +132,46 @@ def can_pack(dtype: torch.dtype) -> bool:
     return True
 
 
-def pack_linears(model: nn.Module) -> int:
+def pack_linears(model: nn.Module, run: Callable[[], object] | None = None) -> int:
     """Replace every ``nn.Linear`` of a frozen CPU model in place; returns how many were replaced.
 
     The model can no longer be trained, moved to another device or saved. Subclasses of ``nn.Linear`` (quantized or
     adapted layers) are left alone, since their forward pass is not a plain product.
+
+    Args:
+        run: a pass of the model, to see which layers read the same tensor; None: none is joined.
     """
+    replacement: dict[nn.Module, nn.Module] = {}
+    for layers in same_inputs(model, run) if run else []:
+        joint = Joint(layers)
+        replacement |= {layer: JointLinear(joint, place) for place, layer in enumerate(layers)}
     replaced = 0
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear:
-                setattr(parent, name, PackedLinear(child))
+                setattr(parent, name, replacement.get(child) or PackedLinear(child))
                 replaced += 1
     return replaced
+
+
+@torch.no_grad()  # not inference mode, in which tensors do not count their changes
+def same_inputs(model: nn.Module, run: Callable[[], object]) -> list[list[nn.Linear]]:
+    """Plain linear layers that a pass calls once each, with the very same unchanged tensor, in the order of calls."""
+    calls: list[tuple[nn.Linear, Tensor, int]] = []  # the tensors are held, so that no two have the same id
+
+    def note(layer: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if arguments:  # given by its place, as everywhere
+            calls.append((cast(nn.Linear, layer), arguments[0], arguments[0]._version))
+
+    hooks = [layer.register_forward_pre_hook(note) for layer in model.modules() if type(layer) is nn.Linear]
+    try:
+        run()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    called = Counter(layer for layer, *_ in calls)
+    groups: dict[tuple[int, int, bool], list[nn.Linear]] = {}
+    for layer, x, version in calls:
+        if called[layer] == 1:
+            groups.setdefault((id(x), version, layer.bias is None), []).append(layer)
+    return [layers for layers in groups.values() if len(layers) > 1]

@@ -16,6 +16,7 @@ passes as the text grows, so that their shapes do not depend on the budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,17 +86,14 @@ class TreeCacheLayer(CacheLayerMixin):
             states[:, :, used] = one[:, :, used]
 
     def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy columns ``source`` to ``target``: ``(m,)`` for a batch of one, else ``(B, m)``."""
+        """Copy each row's columns ``source`` to ``target``, both ``(B, m)``."""
         if self.keys is None or self.values is None:  # a layer that shares another's keys
             return
         source, target = source.to(self.keys.device), target.to(self.keys.device)
         for states in (self.keys, self.values):
-            if source.dim() == 1:
-                states.index_copy_(2, target, states.index_select(2, source))
-            else:
-                shape = (-1, states.shape[1], -1, states.shape[3])
-                moved = states.gather(2, source[:, None, :, None].expand(shape))
-                states.scatter_(2, target[:, None, :, None].expand(shape), moved)
+            shape = (-1, states.shape[1], -1, states.shape[3])
+            moved = states.gather(2, source[:, None, :, None].expand(shape))
+            states.scatter_(2, target[:, None, :, None].expand(shape), moved)
 
     def keep(self, source: Tensor, target: Tensor, count: int) -> None:
         """Copy rows ``source`` ``(m,)`` to ``target``, then leave the first ``count``."""
@@ -197,6 +195,10 @@ class TreeCache(Cache):
             return
         lengths = [length + len(path) for path, length in zip(paths, self.lengths, strict=True)]
         self.reserve(max(lengths))
+        if len(paths) == 1:
+            self._append(paths[0], self.scratch - nodes, self.scratch + self.lengths[0])
+            self.set_lengths(lengths)
+            return
         source, target = [], []
         for path, length in zip(paths, self.lengths, strict=True):
             # Short paths repeat their last move (or, when empty, move a column onto itself): every row moves as many.
@@ -204,9 +206,20 @@ class TreeCache(Cache):
             moves += [moves[-1] if moves else (self.scratch, self.scratch)] * (longest - len(path))
             source.append([move[0] for move in moves])
             target.append([move[1] for move in moves])
-        alone = len(paths) == 1
-        device = self.layers[0].device
-        sources, targets = (torch.tensor(moves[0] if alone else moves, device=device) for moves in (source, target))
+        sources, targets = (torch.tensor(moves, device=self.layers[0].device) for moves in (source, target))
         for layer in self.layers:
             layer.move(sources, targets)
         self.set_lengths(lengths)
+
+    def _append(self, path: Sequence[int], scratch: int, end: int) -> None:
+        """Copy the only row's nodes from the columns after ``scratch`` to those after ``end``.
+
+        One call copies a run of neighbours in all layers: a step waits for every small operation, and an index for each
+        layer would make a hundred of them.
+        """
+        held = [states for layer in self.layers for states in (layer.keys, layer.values) if states is not None]
+        starts = [place for place, node in enumerate(path) if place == 0 or node != path[place - 1] + 1]
+        for start, stop in pairwise([*starts, len(path)]):
+            source = [states.narrow(2, scratch + path[start], stop - start) for states in held]
+            target = [states.narrow(2, end + start, stop - start) for states in held]
+            torch._foreach_copy_(target, source)

@@ -289,7 +289,7 @@ def has_compiler():
 @pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
 def test_compiled_steps_decode_the_same_tokens_across_buckets():
     plain, packed = make_llama(), make_llama()
-    pack_linears(packed)
+    pack_linears(packed, lambda: packed(input_ids=torch.zeros(1, 2, dtype=torch.long)))
     tree = Tree.from_paths([(0, 0), (1,)])
     model = MedusaModel(Backbone.wrap(packed), random_heads(), tree).compiled()
     prompt = prompts(1, 5)[0]
