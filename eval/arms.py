@@ -6,7 +6,6 @@ One place for ``medusa-train eval`` and ``medusa-train bench``.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, partial
 from typing import Any
 
 from medusa_train.eval.speed import Decoder, drafter_decoder, generate_decoder
@@ -19,17 +18,17 @@ from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLook
 
 LOOKUP_TOKENS = 8  # copied tokens of every arm that looks up, transformers' included
 
-# Arm -> its drafter for so many prompts, made from the model with heads and the small model (None where none is given).
-DRAFTERS: dict[str, Callable[[MedusaModel, Backbone | None, int], Drafter]] = {
-    "plain": lambda model, small, rows: NoDrafter(),
-    "medusa": lambda model, small, rows: model.drafter_for(rows),
-    "dynamic": lambda model, small, rows: model.adaptive_drafter(_dynamic_size(model, rows)),
-    "adaptive": lambda model, small, rows: model.adaptive_drafter(),
-    "lookup": lambda model, small, rows: PromptLookupDrafter(LOOKUP_TOKENS),
-    "medusa-lookup": lambda model, small, rows: MedusaLookupDrafter(
-        model.drafter_for(rows), PromptLookupDrafter(LOOKUP_TOKENS)
+# Arm -> its drafter, made from the model with heads and the small model (None where none is given).
+DRAFTERS: dict[str, Callable[[MedusaModel, Backbone | None], Drafter]] = {
+    "plain": lambda model, small: NoDrafter(),
+    "medusa": lambda model, small: model.medusa_drafter(model.tree),
+    "dynamic": lambda model, small: model.adaptive_drafter(_dynamic_size(model)),
+    "adaptive": lambda model, small: model.adaptive_drafter(),
+    "lookup": lambda model, small: PromptLookupDrafter(LOOKUP_TOKENS),
+    "medusa-lookup": lambda model, small: MedusaLookupDrafter(
+        model.medusa_drafter(model.tree), PromptLookupDrafter(LOOKUP_TOKENS)
     ),
-    "draft-model": lambda model, small, rows: DraftModelDrafter(_given(small), model.backbone),
+    "draft-model": lambda model, small: DraftModelDrafter(_given(small), model.backbone),
 }
 # Arm -> keywords of transformers' generate.
 GENERATE: dict[str, Callable[[Backbone | None], dict[str, Any]]] = {
@@ -65,15 +64,13 @@ def make_decoder(arm: str, model: MedusaModel, draft_model: Backbone | None) -> 
     """
     if arm in GENERATE:
         return generate_decoder(model.backbone, GENERATE[arm](draft_model))
-    make = cache(partial(DRAFTERS[arm], model, draft_model))
-    make(1)  # what cannot run is refused before anything is asked
-    return drafter_decoder(model, make)
+    return drafter_decoder(model, DRAFTERS[arm](model, draft_model))
 
 
-def _dynamic_size(model: MedusaModel, rows: int) -> int:
+def _dynamic_size(model: MedusaModel) -> int:
     """The static tree's own size, as far as the superset reaches."""
     largest = model.calibration.superset.size if model.calibration else 2
-    return max(2, min(model.drafter_for(rows).tree.size, largest))
+    return max(2, min(model.tree.size, largest))
 
 
 def _given(small: Backbone | None) -> Backbone:

@@ -106,7 +106,7 @@ def bench(
         if (name := arm.removesuffix(COMPILED)) in DRAFTERS:
             ours, first = models[arm != name], [torch.tensor(prompt) for prompt in prompts[:size]]
             stats = [answer.stats for repeat in found for answer in repeat]
-            row["outside_forward"] = outside_forward(ours, DRAFTERS[name](ours, draft_model, size), first, stats)
+            row["outside_forward"] = outside_forward(ours, DRAFTERS[name](ours, draft_model), first, stats)
         rows.append(row)
     return {
         "definitions": DEFINITIONS,
@@ -126,7 +126,7 @@ def bench(
             "num_heads": model.heads.config.num_heads,
             "draft_vocab_size": model.heads.config.draft_vocab_size,
             "tree_paths": [list(path) for path in model.tree.paths if path],
-            "tree_sizes": {size: model.drafter_for(size).tree.size for size in batch_sizes},
+            "tree_sizes": {size: model.drafter.tree_for(size).size for size in batch_sizes},
             "lookup_tokens": LOOKUP_TOKENS,
         },
         "rows": rows,

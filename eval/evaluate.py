@@ -238,7 +238,7 @@ def _batch(model: MedusaModel, size: int, answers: dict[str, Answers]) -> dict[s
     for arm, found in answers.items():
         same = compare_outputs(model.backbone, bases["plain"][0], found[0]) if bases["plain"] else None
         arms[arm] = batch_speed_row(found, bases) | {"identical_to_plain": same and same["identical_share"]}
-    prompts, tree = len(next(iter(answers.values()))[0]), model.drafter_for(size).tree
+    prompts, tree = len(next(iter(answers.values()))[0]), model.drafter.tree_for(size)
     return {"batch_size": size, "prompts": prompts, "tree_size": tree.size, "arms": arms}
 
 

@@ -143,7 +143,7 @@ def sampling_identity(
             draw = partial(_continuations, model, prompt, samples, tokens, temperature)
             own_seed = (seed * len(prompts) + number) * 2
             drawn[False].append(draw("rejection", NoDrafter(), own_seed))
-            drawn[True].append(draw(verifier, model.drafter_for(1), own_seed + 1))
+            drawn[True].append(draw(verifier, model.drafter, own_seed + 1))
             bar.update()
     tests = compare_samples(drawn[True], drawn[False], tokens, seed)
     rejected = sum(test.adjusted_p < LEVEL for test in tests)

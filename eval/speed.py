@@ -67,12 +67,11 @@ class Timed(Protocol):
 Decoder = Callable[[Sequence[Tensor], int], Run]  # (prompts (T_b,), budget) -> what came of it
 
 
-def drafter_decoder(model: MedusaModel, make_drafter: Callable[[int], Drafter]) -> Decoder:
-    """Our loop with the drafter that is made for so many prompts."""
+def drafter_decoder(model: MedusaModel, drafter: Drafter) -> Decoder:
+    """Our loop with this drafter."""
 
     def run(prompts: Sequence[Tensor], max_new_tokens: int) -> Run:
         run, device = Run([[] for _ in prompts]), model.backbone.device
-        drafter = make_drafter(len(prompts))
         start = first = now(device)
         for blocks in model.stream_batch(prompts, max_new_tokens, drafter=drafter, stats=run.stats):
             if not run.blocks:

@@ -183,23 +183,13 @@ class SizeChooser:
             return True
         return False
 
-    def seconds(self, size: int, rows: int) -> float:
-        """Time of a step whose pass holds ``size`` tokens of each of ``rows`` rows: between and beyond the timed ones.
-
-        Beyond the largest timed batch, rows are taken for nodes of its trees: weights are read once per pass, and
-        products grow with its tokens, whatever row they are of.
-        """
-        batches = sorted(self.step_seconds)
-        if rows > batches[-1]:
-            return _read_curve(self.step_seconds[batches[-1]], size * rows / batches[-1])
-        return _read_curve({batch: _read_curve(self.step_seconds[batch], size) for batch in batches}, rows)
-
     def choose(self, chances: Sequence[Sequence[float]], rows: int = 1) -> int:
         """Tokens per row and pass, given the node chances of each active row, best first, and how many rows pass."""
         if len(self.sizes) == 1:
             return self.sizes[0]
         promised = {size: sum(sum(row[: size - 1]) for row in chances) / len(chances) for size in self.sizes}
-        speed = {size: (1 + self.trust * promised[size]) / self.seconds(size, rows) for size in self.sizes}
+        seconds = {size: reckon_seconds(self.step_seconds, size, rows) for size in self.sizes}
+        speed = {size: (1 + self.trust * promised[size]) / seconds[size] for size in self.sizes}
         best = max(speed, key=speed.__getitem__)
         if best == 1:
             if self._resting == 1:  # the rest is over: probe with the smallest tree
@@ -210,6 +200,18 @@ class SizeChooser:
             self._resting = 0
         self._pending = promised[best]
         return best
+
+
+def reckon_seconds(step_seconds: StepSeconds, size: int, rows: int) -> float:
+    """Time of a step whose pass holds ``size`` tokens of each of ``rows`` rows: between and beyond the timed ones.
+
+    Beyond the largest timed batch, rows are taken for nodes of its trees: weights are read once per pass, and
+    products grow with its tokens, whatever row they are of.
+    """
+    batches = sorted(step_seconds)
+    if rows > batches[-1]:
+        return _read_curve(step_seconds[batches[-1]], size * rows / batches[-1])
+    return _read_curve({batch: _read_curve(step_seconds[batch], size) for batch in batches}, rows)
 
 
 def _read_curve(curve: Mapping[int, float], place: float) -> float:

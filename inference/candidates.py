@@ -67,7 +67,7 @@ class TreeFiller:
         Args:
             hidden: ``(B, hidden)`` last hidden states.
             roots: ``(B,)`` the tokens that were chosen from them.
-            copies: ``(B, m >= K)`` what followed the roots' words before, for heads that read it.
+            copies: ``(B, m >= K)`` what followed the roots' words before, for heads that read it; None for nothing.
 
         Returns:
             ``(B, N)`` token ids of the nodes, the root's first.
@@ -129,7 +129,8 @@ def embeddings(
     Args:
         embed: the backbone's embedding.
         path: ``(..., d)`` ids of the root and the tokens after it.
-        copies: ``(..., m >= d)`` what followed the root's words before, `NO_COPY` where nothing did.
+        copies: ``(..., m >= d)`` what followed the root's words before, `NO_COPY` where nothing did; None where it is
+            nowhere.
         since: the first token of the path that is wanted.
 
     Returns:
@@ -143,7 +144,9 @@ def embeddings(
     wanted = path[..., since:]
     if not config.reads_copies:
         return embed(wanted), None
-    assert copies is not None, "these heads read copies"
+    if copies is None:
+        before = embed(wanted)
+        return (before if config.reads_tokens else None), torch.zeros_like(before)
     found = (agreeing(copies, path) if config.reads_tokens else copies[..., : path.shape[-1]])[..., since:]
     known = (found != NO_COPY)[..., None]
     if not config.reads_tokens:

@@ -103,5 +103,7 @@ def agreeing(copies: Tensor, path: Tensor) -> Tensor:
         ``(..., d)``: the copied token after each of them, `NO_COPY` from the first disagreement on.
     """
     depth = path.shape[-1]
+    if depth == 1:  # nothing was drafted yet
+        return copies[..., :1]
     taken = (copies[..., : depth - 1] == path[..., 1:]).cumprod(dim=-1)
     return copies[..., :depth].where(torch.nn.functional.pad(taken, (1, 0), value=1) > 0, NO_COPY)

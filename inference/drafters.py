@@ -7,7 +7,7 @@ random, what from. Verification makes the output right whatever is proposed, so 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -77,31 +77,60 @@ class NoDrafter:
 
 
 class MedusaDrafter:
-    """Fills one tree with the best tokens of each head, of any kind."""
+    """Fills a tree with the best tokens of each head, of any kind.
 
-    def __init__(self, heads: MedusaHeads, tree: Tree, embed: Embed | None = None) -> None:
-        """See `TreeFiller`."""
-        self.tree, self.max_size = tree, tree.size
-        self._config, self._filler = heads.config, TreeFiller(heads, tree, embed)
+    Attributes:
+        trees: the least number of rows -> the tree that so many are decoded with.
+    """
+
+    def __init__(
+        self,
+        heads: MedusaHeads,
+        tree: Tree,
+        embed: Embed | None = None,
+        batch_trees: Mapping[int, Tree] | None = None,
+    ) -> None:
+        """Prepare the trees; see `TreeFiller`.
+
+        Args:
+            batch_trees: number of rows -> the tree for so many and more, if not ``tree``.
+        """
+        self.trees = {1: tree} | dict(batch_trees or {})
+        self.max_size = max(each.size for each in self.trees.values())
+        self._config = heads.config
+        self._fillers = {rows: TreeFiller(heads, each, embed) for rows, each in self.trees.items()}
+
+    def tree_for(self, rows: int) -> Tree:
+        """The tree of the largest known number of rows within these."""
+        return self._filler(rows).tree
+
+    def _filler(self, rows: int) -> TreeFiller:
+        return self._fillers[max(known for known in self._fillers if known <= rows)]
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         find = find_copies(self._config, len(prompts))
 
         def draft(context: Context) -> Draft:
-            tokens = self._filler.tokens(context.hidden, context.roots, find(context))
-            return Draft([self.tree] * len(context.texts), tokens)
+            rows = len(context.texts)  # fewer and fewer, as rows end
+            filler = self._filler(rows)
+            return Draft([filler.tree] * rows, filler.tokens(context.hidden, context.roots, find(context)))
 
         return draft
 
 
 def find_copies(config: HeadsConfig, rows: int) -> Callable[[Context], Tensor | None]:
-    """What heads that read copies are given in each step of a request: ``(B, K)`` ids; None for other heads."""
+    """What heads that read copies are given in each step of a request: ``(B, K)`` ids, None where no row has any.
+
+    Other heads are given None.
+    """
     if not config.reads_copies:
         return lambda context: None
     find, none = CopyFinder(rows, config.num_heads, *HEADS_NGRAMS), [NO_COPY] * config.num_heads
 
-    def copies(context: Context) -> Tensor:
+    def copies(context: Context) -> Tensor | None:
         found = find(context.texts, context.numbers, context.active)
+        if not any(found):
+            return None
         return torch.tensor([copy or none for copy in found], device=context.roots.device)
 
     return copies

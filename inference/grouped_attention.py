@@ -1,10 +1,11 @@
 """Attention of a tree pass without copies of keys and values.
 
 Where several query heads share one key/value head, `transformers` repeats all keys and values for every query head in
-each layer, unless the pass holds a single token. For a tree behind a long text that copy costs as much as the product.
-The query heads of a group can instead stand as further rows below each other, all against the same keys: the same
-sums, no copy. It is registered as an attention implementation of its own; whatever is not such a pass (a prompt, a
-position bias, one query head per key head) goes to transformers' own function.
+each layer; for a tree behind a long text that copy costs as much as the product. A single token it leaves to torch,
+which on a CPU takes the heads one by one, three times as long. The query heads of a group can instead stand as further
+rows below each other, all against the same keys: the same sums, no copy. It is registered as an attention
+implementation of its own; whatever is not such a pass (a prompt, a position bias, one query head per key head) goes to
+transformers' own function.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ def grouped_attention(
     """
     groups, (rows, heads, nodes, _) = getattr(module, "num_key_value_groups", 1), query.shape
     shared_mask = attention_mask is not None and attention_mask.shape[1] == 1
-    if groups == 1 or nodes == 1 or not shared_mask or dropout or kwargs.get("position_bias") is not None:
+    if groups == 1 or not shared_mask or dropout or kwargs.get("position_bias") is not None:
         output, _ = sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
         return output, None
     assert attention_mask is not None

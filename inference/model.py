@@ -113,7 +113,7 @@ class MedusaModel:
         Args:
             tree: verified in every pass; eight tokens by default.
             calibration: for `adaptive_drafter`.
-            batch_trees: smallest number of prompts -> the tree that so many are decoded with instead.
+            batch_trees: number of rows -> the tree that so many and more are decoded with instead.
             step: how the backbone's passes are made; eager by default, see `compiled`.
 
         Raises:
@@ -138,9 +138,7 @@ class MedusaModel:
         depth = min(config.num_heads, 3)
         self.tree = tree or Tree.from_paths([path for path in DEFAULT_PATHS if len(path) <= depth])
         self.batch_trees = dict(batch_trees or {})
-        self._drafters = {
-            rows: self.medusa_drafter(own) for rows, own in sorted({1: self.tree, **self.batch_trees}.items())
-        }
+        self.drafter = MedusaDrafter(self.heads, self.tree, self.backbone.embed, self.batch_trees)
         self.calibration = calibration
         self.step = step or Step(self.backbone)
 
@@ -187,12 +185,8 @@ class MedusaModel:
         twin.step = Step(self.backbone, compiled=True)
         return twin
 
-    def drafter_for(self, rows: int) -> MedusaDrafter:
-        """Drafts with the heads and the tree for so many prompts: that of the largest known batch within them."""
-        return self._drafters[max(known for known in self._drafters if known <= rows)]
-
     def medusa_drafter(self, tree: Tree) -> MedusaDrafter:
-        """Drafts with the heads and another tree than the model's own."""
+        """Drafts with the heads and another tree than the model's own, for any number of rows."""
         return MedusaDrafter(self.heads, tree, self.backbone.embed)
 
     def draft_logits(self, hidden: Tensor, head: int, before: Tensor, copies: Tensor | None = None) -> Tensor:
@@ -316,7 +310,7 @@ class MedusaModel:
             raise UserError(f"drafter={drafter!r} is no drafter; pass one, NoDrafter() say, which decodes plainly")
         return decode(
             self.step,
-            drafter or self.drafter_for(len(prompts)),
+            drafter or self.drafter,
             verify,
             prompts,
             stopping,

@@ -8,6 +8,7 @@ both proposals in one pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -68,14 +69,8 @@ class MedusaLookupDrafter:
 
     def __init__(self, medusa: MedusaDrafter, lookup: PromptLookupDrafter) -> None:
         self.medusa, self.lookup = medusa, lookup
-        # The copied chain is one more branch, below a rank that the heads do not use.
-        spare = max(medusa.tree.ranks_needed(), default=0)
-        chain: RankPath = (spare,) + (0,) * (lookup.num_tokens - 1)
-        self.tree = Tree.from_paths([*medusa.tree.paths, chain])
-        self.max_size = self.tree.size
-        node = {path: i for i, path in enumerate(self.tree.paths)}
-        self._heads_at = torch.tensor([node[path] for path in medusa.tree.paths])
-        self._chain_at = torch.tensor([node[chain[:depth]] for depth in range(1, len(chain) + 1)])
+        self._joined = {tree: _join(tree, lookup.num_tokens) for tree in medusa.trees.values()}
+        self.max_size = max(joined.tree.size for joined in self._joined.values())
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         find = self.lookup.finder(len(prompts))
@@ -86,12 +81,34 @@ class MedusaLookupDrafter:
             if not any(copies):
                 return heads
             # A row without a copy keeps the heads' tree, behind which the rest of the pass is padding.
-            phrases = _filled(copies, context).to(heads.tokens.device)
-            joined = torch.empty(len(copies), self.tree.size, dtype=torch.long, device=phrases.device)
-            joined[:, self._heads_at], joined[:, self._chain_at] = heads.tokens, phrases
+            phrases, own = _filled(copies, context).to(heads.tokens.device), heads.trees[0]
+            both = self._joined[own]
+            joined = torch.empty(len(copies), both.tree.size, dtype=torch.long, device=phrases.device)
+            joined[:, both.heads_at], joined[:, both.chain_at] = heads.tokens, phrases
             apart = torch.cat([heads.tokens, phrases], dim=1)
             found = torch.tensor([copy is not None for copy in copies], device=phrases.device)
-            trees = [self.medusa.tree if copy is None else self.tree for copy in copies]
+            trees = [own if copy is None else both.tree for copy in copies]
             return Draft(trees, torch.where(found[:, None], joined, apart))
 
         return draft
+
+
+@dataclass(frozen=True)
+class _Joined:
+    """A tree of heads with a chain of copied tokens as one more branch, and which of its nodes are whose."""
+
+    tree: Tree
+    heads_at: Tensor
+    chain_at: Tensor
+
+
+def _join(heads: Tree, num_tokens: int) -> _Joined:
+    spare = max(heads.ranks_needed(), default=0)  # a rank that the heads do not use
+    chain: RankPath = (spare,) + (0,) * (num_tokens - 1)
+    tree = Tree.from_paths([*heads.paths, chain])
+    node = {path: i for i, path in enumerate(tree.paths)}
+    return _Joined(
+        tree,
+        torch.tensor([node[path] for path in heads.paths]),
+        torch.tensor([node[chain[:depth]] for depth in range(1, len(chain) + 1)]),
+    )

@@ -40,11 +40,11 @@ def make_drafter(model: MedusaModel, name: str) -> Drafter:
     """
     check_drafter(name)
     if name == "medusa":
-        return model.drafter_for(1)
+        return model.drafter
     if name == "adaptive":
         return model.adaptive_drafter()
     if name == "medusa-lookup":
-        return MedusaLookupDrafter(model.drafter_for(1), PromptLookupDrafter())
+        return MedusaLookupDrafter(model.drafter, PromptLookupDrafter())
     if name == "lookup":
         return PromptLookupDrafter()
     return NoDrafter()

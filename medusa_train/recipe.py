@@ -325,7 +325,7 @@ class InferenceSection(_Section):
     tree_sizes: list[int] = Field([1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
     """Tokens per pass to try, root included."""
     batch_sizes: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
-    """Numbers of prompts decoded together for which steps are timed and a tree is chosen; 1 is always among them."""
+    """How many prompts are decoded together where steps are timed to choose a tree; others are reckoned."""
     max_rank: int = Field(10, ge=1)
     """Best tokens of a head that a tree may use."""
     step_time_steps: int = Field(6, ge=1)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -30,7 +30,7 @@ from medusa_train.eval.tree_search import (
     independent_tree,
     rank_shares,
 )
-from medusa_train.inference.adaptive import Calibration
+from medusa_train.inference.adaptive import Calibration, reckon_seconds
 from medusa_train.inference.checkpoint import TREE, save_tree
 from medusa_train.inference.files import write_json
 from medusa_train.inference.model import MedusaModel
@@ -39,6 +39,7 @@ from medusa_train.job import Job
 from medusa_train.recipe import InferenceSection
 
 STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay in one bucket of compiled shapes
+RECKONED = (2, 4, 8, 16, 32)  # numbers of prompts that get a tree of their own, timed or not
 CUSTOMARY_SIZE = 64  # tokens per pass of the list of 63 nodes that the original Medusa uses for every model
 
 
@@ -77,15 +78,12 @@ def run_tree(job: Job) -> dict[str, Any]:
     prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
     ladders = _time_ladders(model, cells, counted, prompt, section)
     offered = sorted({trees[size].size for size in section.tree_sizes})
-    best, reasons = {}, {}
-    for rows, ladder in ladders.items():
-        choices = [ladder.choices[size] for size in offered]
-        best[rows] = choose_tree(choices, ladder.noise)
-        reasons[rows] = choice_reason(choices, best[rows], ladder.noise)
-    chosen = given or best[1].tree
-    # A tree that the recipe gives is for every number of prompts.
-    batch_trees = {} if given else {rows: best[rows].tree for rows in batches if rows > 1}
-    told = {1: "given by the recipe"} if given else {rows: f"at batch size {rows}, {reasons[rows]}" for rows in batches}
+    best = _best_by_rows(ladders, offered)
+    if given:  # for every number of prompts
+        chosen, batch_trees, told = given, {}, {1: "given by the recipe"}
+    else:
+        chosen, batch_trees = best[1].tree, {rows: one.tree for rows, one in best.items() if rows > 1}
+        told = {rows: f"at batch size {rows}, {one.reason}" for rows, one in best.items()}
     largest = max(trees.values(), key=lambda tree: tree.size)
     kept = [size for size in sorted(candidates) if size <= largest.size]
     step_seconds = {
@@ -114,8 +112,8 @@ def run_tree(job: Job) -> dict[str, Any]:
         f"independence-greedy, {customary.size} tokens": customary,
     }
     listed = [_listed(name, tree, counted, ladders[1]) for name, tree in compared.items()]
-    for rows, choice in best.items():
-        tqdm.write(f"tree: batch size {rows}: {choice.tree.size} tokens per pass, {reasons[rows]}")
+    for rows in batches:
+        tqdm.write(f"tree: batch size {rows}: {best[rows].tree.size} tokens per pass, {best[rows].reason}")
     return {
         "chosen_size": chosen.size,
         "chosen_because": told[1],
@@ -123,7 +121,7 @@ def run_tree(job: Job) -> dict[str, Any]:
         "step_time_noise": ladders[1].noise,
         "sizes": table,
         "best_sizes": [
-            {"batch_size": rows, "size": choice.tree.size, "reason": reasons[rows]} for rows, choice in best.items()
+            {"batch_size": rows, "size": best[rows].tree.size, "reason": best[rows].reason} for rows in batches
         ],
         "compared": listed,
         "gains": [
@@ -139,7 +137,7 @@ class Ladder:
 
     Attributes:
         choices: tokens per pass of a row -> the tree, what it yields and what it costs.
-        measured: the same -> seconds of its best round, before they were levelled.
+        measured: the same -> seconds of its best round, before they were levelled; empty where none was timed.
         noise: relative error of the step times.
     """
 
@@ -171,6 +169,40 @@ def _time_ladders(
         }
         ladders[batch] = Ladder(choices, {size: min(found[batch, size]) for size in sizes}, times.noise)
     return ladders
+
+
+@dataclass(frozen=True)
+class Best:
+    """The fastest tree for a number of rows, and why it is."""
+
+    tree: Tree
+    reason: str
+
+
+def _best_by_rows(ladders: Mapping[int, Ladder], sizes: Sequence[int]) -> dict[int, Best]:
+    """Of these sizes, for every number of rows that was timed or is reckoned."""
+    best = {}
+    for rows in sorted({*ladders, *RECKONED}):
+        timed = rows in ladders
+        ladder = ladders[rows] if timed else _reckoned(ladders, rows)
+        choices = [ladder.choices[size] for size in sizes]
+        choice = choose_tree(choices, ladder.noise)
+        reason = choice_reason(choices, choice, ladder.noise)
+        best[rows] = Best(choice.tree, reason if timed else f"reckoned from those timed, {reason}")
+    return best
+
+
+def _reckoned(ladders: Mapping[int, Ladder], rows: int) -> Ladder:
+    """A ladder for a number of rows that was not timed, from those that were."""
+    seconds = {
+        batch: {size: choice.step_seconds for size, choice in ladder.choices.items()}
+        for batch, ladder in ladders.items()
+    }
+    choices = {
+        size: replace(choice, step_seconds=reckon_seconds(seconds, size, rows))
+        for size, choice in ladders[1].choices.items()
+    }
+    return Ladder(choices, {}, max(ladder.noise for ladder in ladders.values()))
 
 
 def _listed(name: str, tree: Tree, counted: PrefixCounts, ladder: Ladder) -> dict[str, Any]:

@@ -118,7 +118,7 @@ def drain(stream, seen):
 
 
 def lookup_drafter(model, num_tokens=4):
-    return MedusaLookupDrafter(model.drafter_for(1), PromptLookupDrafter(num_tokens, 2, 1))
+    return MedusaLookupDrafter(model.drafter, PromptLookupDrafter(num_tokens, 2, 1))
 
 
 @lru_cache(maxsize=4)
@@ -135,13 +135,13 @@ def near_copy(backbone, noise=0.02):
 
 DRAFTERS = {
     "none": lambda model, truths: NoDrafter(),
-    "heads": lambda model, truths: model.drafter_for(1),
+    "heads": lambda model, truths: model.drafter,
     "recurrent-heads": lambda model, truths: MedusaModel(
         model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="recurrent copies"), WIDE
-    ).drafter_for(1),
+    ).drafter,
     "hydra-heads": lambda model, truths: MedusaModel(
         model.backbone, random_heads(vocab_size=model.backbone.vocab_size, kind="hydra"), WIDE
-    ).drafter_for(1),
+    ).drafter,
     "oracle": lambda model, truths: Oracle(WIDE, truths),
     "oracle-a-tree-per-row": lambda model, truths: Oracle(
         [[Tree.chain(4), Tree.from_paths([(0, 0), (1, 0)]), Tree.from_paths([(i,) for i in range(4)])][i % 3]

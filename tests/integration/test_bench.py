@@ -330,7 +330,7 @@ def test_a_deck_has_the_histograms_shares_at_random():
 def test_parts_are_those_of_every_step(files, tiny_chat_folder):
     model = MedusaModel.from_pretrained(files / "heads", dtype="float32", device="cpu")
     prompts = [torch.tensor([5, 6, 7]), torch.tensor([8, 9])]
-    for drafter in (NoDrafter(), model.drafter_for(1)):
+    for drafter in (NoDrafter(), model.drafter):
         stopping = Stopping(40, max_steps=6)
         steps = part_seconds(model.step, drafter, verify_greedy, prompts, stopping)
         assert len(steps) == 6
@@ -358,4 +358,4 @@ def test_the_gpu_script_ends_with_one_line_where_there_is_no_gpu(tmp_path):
 def test_a_draft_model_is_needed_when_the_function_is_called_without_one(files, tiny_chat_folder):
     model = MedusaModel.from_pretrained(files / "heads", dtype="float32", device="cpu")
     with pytest.raises(UserError, match="--draft-model"):
-        DRAFTERS["draft-model"](model, None, 1)
+        DRAFTERS["draft-model"](model, None)

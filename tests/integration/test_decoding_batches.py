@@ -7,6 +7,7 @@ from conftest import WIDE, make_llama, random_heads
 from decoding import DRAFTERS, LENGTHS, Oracle, cut, greedy, padded, prompts, seeded
 from medusa_train.inference import DecodeStats, MedusaModel, Tree
 from medusa_train.inference.decode import decode
+from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
 from medusa_train.inference.step import Step
 from medusa_train.inference.stopping import Stopping
 from medusa_train.inference.verify import verify_greedy
@@ -29,17 +30,34 @@ def test_rows_of_any_lengths_and_padding_equal_their_single_runs(llama, model, n
             assert len(out.stats.histogram) > 1  # and not everywhere alike
 
 
-def test_a_batch_is_decoded_with_the_tree_for_so_many_prompts(llama):
-    """The largest batch within theirs, in an order that the mapping does not have."""
+@pytest.mark.parametrize("lookup", [False, True])
+def test_rows_are_decoded_with_the_tree_for_so_many(llama, lookup, monkeypatch):
+    """That of the largest number within theirs, in an order that the mapping does not have; as rows end, of fewer."""
     trees = {5: Tree.chain(1), 3: Tree.from_paths([(0,), (1,), (0, 0)])}
+    expected = dict.fromkeys((1, 2), WIDE) | dict.fromkeys((3, 4), trees[3]) | dict.fromkeys((5, 6, 7), trees[5])
     model = MedusaModel(llama, random_heads(), WIDE, batch_trees=trees)
-    for rows, tree in ((1, WIDE), (2, WIDE), (3, trees[3]), (4, trees[3]), (5, trees[5]), (7, trees[5])):
-        given = prompts([2 + row for row in range(rows)])
-        out = model.generate(given, 6, eos_token_ids=())
-        # A row alone, which ends last, keeps the tree that its batch began with.
-        assert set(out.stats.pass_sizes) == {tree.size}
-        assert out.new_tokens == [greedy(llama, row, 6) for row in given]
-    assert model.compiled().drafter_for(3).tree == trees[3]
+    drafter = MedusaLookupDrafter(model.drafter, PromptLookupDrafter(4, 2, 1)) if lookup else model.drafter
+    run, seen = model.step.__call__, set()
+
+    def step(tokens, drafted, cache):
+        seen.update((len(drafted), tree) for tree in drafted)
+        return run(tokens, drafted, cache)
+
+    monkeypatch.setattr("medusa_train.inference.step.Step.__call__", lambda self, *arguments: step(*arguments))
+    given = prompts(range(2, 9))
+    truths = [greedy(llama, row, 24) for row in given]
+    ends = (truths[0][3], truths[1][7], truths[2][16])
+    cuts = [cut(truth, ends) for truth in truths]
+    for rows in expected:
+        seen.clear()
+        out = model.generate(given[:rows], 24, eos_token_ids=ends, drafter=drafter)
+        assert out.new_tokens == cuts[:rows]
+        assert max(number for number, _ in seen) == rows
+        for number, tree in seen:
+            own = expected[number]
+            assert tree == own or (lookup and set(own.paths) < set(tree.paths) and tree.size == own.size + 4)
+    assert len({number for number, _ in seen}) >= 4, "rows should end at different times"
+    assert drafter.max_size == WIDE.size + (4 if lookup else 0)
 
 
 @pytest.mark.parametrize("name", DRAFTERS)

@@ -166,8 +166,7 @@ def test_a_row_without_a_copy_accepts_in_a_batch_what_it_accepts_alone(options):
     backbone.lm_head.weight.data.zero_()[7] = 9.0
     model = MedusaModel(backbone, random_heads(), Tree.root_only())
     rows = [torch.tensor([7, 8, 9, 7, 8, 9, 7, 8]), torch.tensor([1, 2, 7])]
-    lookup, heads = PromptLookupDrafter(4, 3, 3), model.drafter_for(1)
-    for drafter in (lookup, MedusaLookupDrafter(heads, lookup)):
+    for drafter in (PromptLookupDrafter(4, 3, 3), MedusaLookupDrafter(model.drafter, PromptLookupDrafter(4, 3, 3))):
         arguments = {"max_new_tokens": 12, "eos_token_ids": (), "drafter": drafter} | options
         alone = Counter()
         for row in rows:

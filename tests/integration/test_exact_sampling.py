@@ -46,7 +46,7 @@ def p_value(counts, exact):
 TOY = 5
 SAMPLED_DRAFTERS = {
     "none": lambda model: NoDrafter(),
-    "heads": lambda model: model.drafter_for(1),
+    "heads": lambda model: model.drafter,
     "heads-and-lookup": lambda model: lookup_drafter(model, 3),
     "draft-model-chosen": lambda model: DraftModelDrafter(toy_draft_model(), model.backbone, 2),
     "draft-model-sampled": lambda model: DraftModelDrafter(toy_draft_model(), model.backbone, 2, Sampling(1.0)),

@@ -13,7 +13,7 @@ from conftest import SHAPING_CONFIGS, make_llama, make_shaping_model, no_copies,
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaModel, NoDrafter, Tree, UserError
-from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser
+from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser, reckon_seconds
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
 from medusa_train.inference.heads_config import MOST_COPIED
@@ -93,21 +93,20 @@ def test_the_size_with_the_most_tokens_per_second_is_chosen():
 
 
 def test_step_times_are_read_between_and_beyond_the_measured_ones():
-    one = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.4, 8: 3.1}}, [1, 2, 4, 8])
+    one = {1: {1: 1.0, 2: 1.2, 4: 1.4, 8: 3.1}}
     expected = {1: 1.0, 2: 1.2, 3: 1.3, 4: 1.4, 6: 2.25, 8: 3.1, 15: 5.2}  # beyond: 0.3 a token, as from 1 to 8
-    assert {size: one.seconds(size, 1) for size in expected} == pytest.approx(expected)
+    assert {size: reckon_seconds(one, size, 1) for size in expected} == pytest.approx(expected)
     # Rows are taken for nodes where one row is all that was timed.
-    assert {rows: one.seconds(1, rows) for rows in expected} == pytest.approx(expected)
-    assert SizeChooser({1: {1: 2.0}}, [1]).seconds(9, 3) == 2.0
+    assert {rows: reckon_seconds(one, 1, rows) for rows in expected} == pytest.approx(expected)
+    assert reckon_seconds({1: {1: 2.0}}, 9, 3) == 2.0
 
 
 def test_step_times_of_batches_are_those_that_were_timed():
-    chooser = SizeChooser(TIMES, [1, 2, 4, 8])
     for rows, curve in TIMES.items():
-        assert {size: chooser.seconds(size, rows) for size in curve} == curve
-    assert chooser.seconds(4, 2) == pytest.approx(1.2 + (3.0 - 1.2) / 3)  # between 1 and 4 rows
-    assert chooser.seconds(4, 8) == pytest.approx(5.0)  # 8 rows of 4 tokens as 4 of 8
-    assert chooser.seconds(4, 12) == pytest.approx(5.0 + 4 * 0.5)  # beyond both: 0.5 a token of the batch of 4
+        assert {size: reckon_seconds(TIMES, size, rows) for size in curve} == curve
+    assert reckon_seconds(TIMES, 4, 2) == pytest.approx(1.2 + (3.0 - 1.2) / 3)  # between 1 and 4 rows
+    assert reckon_seconds(TIMES, 4, 8) == pytest.approx(5.0)  # 8 rows of 4 tokens as 4 of 8
+    assert reckon_seconds(TIMES, 4, 12) == pytest.approx(5.0 + 4 * 0.5)  # beyond both: 0.5 a token of the batch of 4
 
 
 @settings(deadline=None)
@@ -120,8 +119,7 @@ def test_a_step_never_costs_less_with_more_rows_or_tokens(batches, nodes, rows):
     """For times that grow with both, as those of any device do."""
     times = {n: {size: 1 + b + n * c for size, c in ({1: 0.05} | nodes_in_order(nodes)).items()}
              for n, b in ({1: 0.0} | nodes_in_order(batches)).items()}  # fmt: skip
-    chooser = SizeChooser(times, sorted(times[1]))
-    found = [[chooser.seconds(size, n) for size in sorted(times[1])] for n in range(1, rows + 1)]
+    found = [[reckon_seconds(times, size, n) for size in sorted(times[1])] for n in range(1, rows + 1)]
     assert all(low <= high + 1e-9 for row in found for low, high in itertools.pairwise(row))
     assert all(low <= high + 1e-9 for column in zip(*found, strict=True) for low, high in itertools.pairwise(column))
 

@@ -14,7 +14,7 @@ from medusa_train.eval.tree_search import MISS, best_tree, count_prefixes, expec
 from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaModel, Tree, UserError
 from medusa_train.inference.candidates import TreeFiller
 from medusa_train.inference.checkpoint import load_heads
-from medusa_train.inference.copies import copies_in
+from medusa_train.inference.copies import NO_COPY, copies_in
 from medusa_train.inference.heads_config import MOST_COPIED
 
 TABLE = torch.randn(64, 32, generator=torch.Generator().manual_seed(1)) * 7
@@ -59,6 +59,16 @@ def test_every_node_holds_the_token_of_its_rank_after_its_own_path(kind, paths, 
                 chance *= float(best.values[rank])
             assert int(tokens[row, node]) == line[-1]
             assert float(chances[row, node]) == pytest.approx(chance, rel=1e-4, abs=1e-9)
+
+
+@EVERY_KIND
+def test_no_copies_are_copies_that_nobody_has(kind):
+    heads, tree = random_heads(kind=kind), Tree.from_paths([(0, 0, 0), (1, 2), (3,)])
+    hidden, roots = torch.randn(2, 32), torch.tensor([3, 60])
+    filler, none = TreeFiller(heads, tree, embed), torch.full((2, 3), NO_COPY)
+    assert torch.equal(filler.tokens(hidden, roots), filler.tokens(hidden, roots, none))
+    without, given = (filler.tokens_and_chances(hidden, roots, (1.0,) * 3, copies) for copies in (None, none))
+    assert torch.equal(without[1], given[1])
 
 
 def test_only_medusa_heads_ignore_the_tokens_and_none_sees_their_scale():

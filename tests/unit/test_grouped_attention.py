@@ -47,7 +47,8 @@ def test_a_wrapped_model_uses_it_for_trees_and_still_generates(monkeypatch):
     monkeypatch.setattr(module, "sdpa_attention_forward", lambda *arguments, **keywords: used.append(1))
     mask = torch.tril(torch.ones(3, 3)).bool()[None, None]
     backbone.hidden_states(torch.tensor([[4, 5, 6]]), attention_mask=mask, position_ids=torch.arange(3)[None])
-    assert not used
+    backbone.hidden_states(torch.tensor([[4]]), attention_mask=mask[..., :1, :1], position_ids=torch.zeros(1, 1).long())
+    assert not used, "nor for a pass of one token"
 
 
 def test_eager_models_stay_eager():
