@@ -71,11 +71,12 @@ class JointLinear(nn.Module):
     @property
     def weight(self) -> Tensor:
         """The weight as an ordinary ``(out, in)`` tensor: a copy."""
-        return self.product.weight.split(self.joint.sizes)[self.place]
+        return cast(Tensor, self.product.weight.split(self.joint.sizes)[self.place])
 
     @property
     def bias(self) -> Tensor | None:
-        return None if self.product.bias is None else self.product.bias.split(self.joint.sizes)[self.place]
+        bias = self.product.bias
+        return None if bias is None else cast(Tensor, bias.split(self.joint.sizes)[self.place])
 
     def forward(self, x: Tensor) -> Tensor:
         return self.joint(x, self.place)
