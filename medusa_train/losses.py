@@ -9,7 +9,8 @@ The weights gamma^(k-1) are those of Cai et al. 2024 ("Medusa", equation 1), whe
 is distillation from the backbone's own next-token distribution, projected from its hidden state at t+k, both at
 temperature T; T^2 keeps its gradients as large as at T = 1 (Hinton et al. 2015, section 2). The mean is
 over the valid (position, head) pairs of the global batch, divided by K, so splitting a batch over accumulation steps
-or ranks with unequal counts gives the same gradient.
+or ranks with unequal counts gives the same gradient. With ``by_acceptance`` a position counts in head k's mean by the
+chance that its draft gets there: the product of the probabilities that heads 1 to k-1 give their targets.
 """
 
 from __future__ import annotations
@@ -41,6 +42,7 @@ class LossWeights:
         decay: gamma, how much less each further head counts.
         soft_share: alpha, 0 for hard labels only, 1 for the backbone's distribution only.
         soft_temperature: T.
+        by_acceptance: head k's loss at a position counts by the chance that heads 1 to k-1 are accepted there.
         fused: with the kernel of liger-kernel; see `fused_loss`.
     """
 
@@ -48,6 +50,7 @@ class LossWeights:
     decay: float = 0.8
     soft_share: float = 0.5
     soft_temperature: float = 1.0
+    by_acceptance: bool = False
     fused: bool = False
 
     @classmethod
@@ -55,7 +58,7 @@ class LossWeights:
         """As a recipe says."""
         return cls(
             training.loss_scale, training.loss_decay, training.soft_share, training.soft_temperature,
-            training.use_liger_kernel,
+            training.weight_by_acceptance, training.use_liger_kernel,
         )  # fmt: skip
 
 
@@ -64,8 +67,8 @@ class HeadsLoss(NamedTuple):
 
     Attributes:
         loss: scalar, differentiable.
-        sums: ``(K,)`` detached: every head's loss summed over its valid positions, before lambda and gamma. Sums and
-            counts add up over accumulation steps and ranks; their quotient is a head's mean loss.
+        sums: ``(K,)`` detached: every head's loss summed over its valid positions as they count, before lambda and
+            gamma. Sums and counts add up over accumulation steps and ranks; their quotient is a head's mean loss.
         counts: ``(K,)`` valid positions of each head.
     """
 
@@ -117,35 +120,45 @@ def medusa_loss(
 
     tokens = torch.cat([roots[:, None], labels], dim=1)
 
+    # The chance that a position's draft gets to the head at hand.
+    reached = torch.ones(len(labels), device=hidden.device) if weights.by_acceptance else None
+
     def chunk_loss(
-        head: int, inputs: Tensor, before: Tensor, copied: Tensor, teacher: Tensor, columns: Tensor
-    ) -> Tensor:
-        """Summed loss of one head over a chunk of valid positions."""
+        head: int,
+        inputs: Tensor,
+        before: Tensor,
+        copied: Tensor,
+        teacher: Tensor,
+        columns: Tensor,
+        count: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        """Summed loss of one head over a chunk of valid positions as they ``count``, and each target's probability."""
         read = embeddings(heads.config, embed, before, copied)
         logits = shape_logits(heads(inputs, head, *read)).float()
-        loss = (1 - weights.soft_share) * functional.cross_entropy(
-            logits, columns, ignore_index=IGNORED, reduction="sum"
-        )
+        hard = functional.cross_entropy(logits, columns, ignore_index=IGNORED, reduction="none")
+        loss = (1 - weights.soft_share) * _total(hard, count)
         if weights.soft_share:
             temperature = weights.soft_temperature
             with torch.no_grad():
                 wanted = shape_logits(functional.linear(teacher, teacher_projection)).float() / temperature
             divergence = functional.kl_div(
-                (logits / temperature).log_softmax(dim=-1), wanted.softmax(dim=-1), reduction="sum"
+                (logits / temperature).log_softmax(dim=-1), wanted.softmax(dim=-1), reduction="none"
             )
-            loss = loss + weights.soft_share * temperature**2 * divergence
-        return loss
+            loss = loss + weights.soft_share * temperature**2 * _total(divergence.sum(dim=-1), count)
+        # No draft gets past a target outside the heads' vocabulary.
+        return loss, (-hard.detach()).exp() * (columns != IGNORED)
 
     def fused_part(
-        head: int, inputs: Tensor, before: Tensor, copied: Tensor, teacher: Tensor, columns: Tensor
-    ) -> Tensor:
-        """The same over any number of positions."""
+        head: int, inputs: Tensor, before: Tensor, copied: Tensor, teacher: Tensor, columns: Tensor, count: None
+    ) -> tuple[Tensor, None]:
+        """The same over any number of positions, which all count the same."""
         states = heads.read(inputs, head, *embeddings(heads.config, embed, before, copied))
         weight, scale = heads.projection(head).weight, float(shape_logits(torch.ones(())))
-        return fused_loss(
+        loss = fused_loss(
             states, weight, teacher, teacher_projection, columns, weights.soft_share, weights.soft_temperature, scale,
             chunk,
         )  # fmt: skip
+        return loss, None
 
     # As many parts on every rank, however many positions are valid there: ZeRO-3 gathers parameters for each of them,
     # and ranks that gather at different times wait for each other forever. A part without positions is computed too,
@@ -161,9 +174,17 @@ def medusa_loss(
         summed = torch.zeros((), device=hidden.device)
         for part in rows.tensor_split(parts):
             columns = column_of_token[labels[part, head]]
-            summed = summed + part_loss(
-                head, hidden[part], tokens[part, : head + 1], copies[part], teacher_hidden[part, head], columns
-            )
+            loss, right = part_loss(
+                head, hidden[part], tokens[part, : head + 1], copies[part], teacher_hidden[part, head], columns,
+                None if reached is None else reached[part],
+            )  # fmt: skip
+            summed = summed + loss
+            if reached is not None:
+                reached[part] *= right
         total = total + weights.scale * weights.decay**head * summed / positions_per_head
         sums.append(summed.detach())
     return HeadsLoss(total, torch.stack(sums), valid.sum(dim=0))
+
+
+def _total(losses: Tensor, count: Tensor | None) -> Tensor:
+    return losses.sum() if count is None else losses @ count

@@ -259,6 +259,8 @@ class TrainingSection(_Section):
     """α: 0 learns the tokens, 1 the backbone's distribution."""
     soft_temperature: float = Field(2.0, gt=0)
     """Temperature of the backbone's and the head's distributions in the soft part of the loss."""
+    weight_by_acceptance: bool = False
+    """Count head k's loss at a position by the chance that heads 1 to k-1 are right there."""
     use_liger_kernel: bool = False
     """The loss through liger-kernel's fused kernel, on a GPU; needs the extra liger."""
 
@@ -276,6 +278,12 @@ class TrainingSection(_Section):
             raise ValueError("early_stopping_patience needs evaluations; leave out eval_steps: 0")
         return self
 
+    @model_validator(mode="after")
+    def _positions_have_a_loss(self) -> TrainingSection:
+        if self.weight_by_acceptance and self.use_liger_kernel:
+            raise ValueError("use_liger_kernel gives no position's own loss; leave out weight_by_acceptance")
+        return self
+
     @property
     def steps_between_evaluations(self) -> int:
         """0: never."""
@@ -289,8 +297,8 @@ class TrainingSection(_Section):
     def trainer_arguments(self) -> dict[str, Any]:
         """What goes to `transformers.TrainingArguments`."""
         ours = {"mode", "pack_tokens", "eval_positions", "eval_tree_size", "early_stopping_patience"}
-        loss = {"loss_scale", "loss_decay", "soft_share", "soft_temperature", "use_liger_kernel"}
-        return self.model_dump(exclude=ours | loss) | {
+        loss = {"loss_scale", "loss_decay", "soft_share", "soft_temperature", "weight_by_acceptance"}
+        return self.model_dump(exclude=ours | loss | {"use_liger_kernel"}) | {
             "eval_steps": self.steps_between_evaluations or None,
             "load_best_model_at_end": self.compares,
             "greater_is_better": self.metric_for_best_model == "tokens_per_step",

@@ -43,7 +43,7 @@ def heads_and_batch(batch=7, draft=None, seed=0, kind="medusa"):
 def slow_loss(heads, hidden, roots, teacher, labels, copies, projection, columns, weights):
     """The formula of the module, one position and head at a time."""
     pairs = int((labels != IGNORED).sum())
-    total = torch.zeros(())
+    total, reached = torch.zeros(()), [1.0] * len(hidden)
     for k in range(HEADS):
         for t in range(len(hidden)):
             if labels[t, k] == IGNORED:
@@ -58,15 +58,22 @@ def slow_loss(heads, hidden, roots, teacher, labels, copies, projection, columns
             hard = -log_q[columns[labels[t, k]]] if columns[labels[t, k]] != IGNORED else torch.zeros(())
             soft = warmth**2 * (p * (p.log() - (log_q / warmth).log_softmax(-1))).sum()
             one = (1 - weights.soft_share) * hard + weights.soft_share * soft
-            total = total + weights.scale * weights.decay**k * one * HEADS / pairs
+            total = total + weights.scale * weights.decay**k * one * HEADS / pairs * reached[t]
+            if weights.by_acceptance:
+                inside = columns[labels[t, k]] != IGNORED
+                reached[t] *= float(log_q[columns[labels[t, k]]].exp()) if inside else 0.0
     return total
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("draft", [None, [1, 4, 7, 11]])
 @pytest.mark.parametrize(
-    "weights", [LossWeights(), LossWeights(2.0, 0.5, 0.0), LossWeights(1.0, 0.9, 1.0), LossWeights(1.0, 0.9, 0.6, 2.0)]
-)
+    "weights",
+    [
+        LossWeights(), LossWeights(2.0, 0.5, 0.0), LossWeights(1.0, 0.9, 1.0), LossWeights(1.0, 0.9, 0.6, 2.0),
+        LossWeights(1.0, 0.9, 0.6, 2.0, by_acceptance=True), LossWeights(2.0, 1.0, 0.0, by_acceptance=True),
+    ],
+)  # fmt: skip
 @pytest.mark.parametrize("chunk", [1, 3, 1024])
 def test_loss_and_gradients_equal_the_formula(kind, draft, weights, chunk):
     heads, *batch = heads_and_batch(draft=draft, kind=kind)

@@ -147,6 +147,13 @@ def test_overrides_are_yaml_and_the_last_one_counts(minimal):
     assert recipe.data.max_new_tokens == Recipe(output_dir="", backbone={"source": ""}).data.max_new_tokens
 
 
+def test_a_kernel_that_gives_no_position_its_loss_cannot_weigh_positions(minimal):
+    overrides = ["training.use_liger_kernel=true", "training.weight_by_acceptance=true"]
+    for one in overrides:
+        load_recipe(minimal, [one])
+    assert message_of(minimal, *overrides).endswith("leave out weight_by_acceptance")
+
+
 def test_a_tree_is_given_as_paths_or_as_a_file_whose_paths_the_recipe_keeps(minimal, tmp_path):
     assert load_recipe(minimal, ["inference.tree=[[0], [0, 0], [12]]"]).inference.tree == [[0], [0, 0], [12]]
     file = tmp_path / "tree.json"
