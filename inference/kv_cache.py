@@ -16,7 +16,6 @@ passes as the text grows, so that their shapes do not depend on the budget.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -85,15 +84,13 @@ class TreeCacheLayer(CacheLayerMixin):
         for states, one in zip((self.keys, self.values), shared, strict=True):
             states[:, :, used] = one[:, :, used]
 
-    def move(self, source: Tensor, target: Tensor) -> None:
-        """Copy each row's columns ``source`` to ``target``, both ``(B, m)``."""
+    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
+        """Copy columns ``source`` of ``rows`` to ``target``, each ``(m,)``."""
         if self.keys is None or self.values is None:  # a layer that shares another's keys
             return
-        source, target = source.to(self.keys.device), target.to(self.keys.device)
+        rows, source, target = (index.to(self.keys.device) for index in (rows, source, target))
         for states in (self.keys, self.values):
-            shape = (-1, states.shape[1], -1, states.shape[3])
-            moved = states.gather(2, source[:, None, :, None].expand(shape))
-            states.scatter_(2, target[:, None, :, None].expand(shape), moved)
+            states[rows, :, target] = states[rows, :, source]
 
     def keep(self, source: Tensor, target: Tensor, count: int) -> None:
         """Copy rows ``source`` ``(m,)`` to ``target``, then leave the first ``count``."""
@@ -190,36 +187,16 @@ class TreeCache(Cache):
             paths: per row, indices of nodes of the last pass in order; empty for a row that stays as it is.
             nodes: how many nodes that pass had.
         """
-        longest = max(map(len, paths))
-        if longest == 0:
+        moves = [
+            (row, self.scratch - nodes + node, self.scratch + place)
+            for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True))
+            for place, node in enumerate(path, start=length)
+        ]
+        if not moves:
             return
         lengths = [length + len(path) for path, length in zip(paths, self.lengths, strict=True)]
         self.reserve(max(lengths))
-        if len(paths) == 1:
-            self._append(paths[0], self.scratch - nodes, self.scratch + self.lengths[0])
-            self.set_lengths(lengths)
-            return
-        source, target = [], []
-        for path, length in zip(paths, self.lengths, strict=True):
-            # Short paths repeat their last move (or, when empty, move a column onto itself): every row moves as many.
-            moves = [(self.scratch - nodes + node, self.scratch + length + i) for i, node in enumerate(path)]
-            moves += [moves[-1] if moves else (self.scratch, self.scratch)] * (longest - len(path))
-            source.append([move[0] for move in moves])
-            target.append([move[1] for move in moves])
-        sources, targets = (torch.tensor(moves, device=self.layers[0].device) for moves in (source, target))
+        rows, sources, targets = torch.tensor(list(zip(*moves, strict=True)), device=self.layers[0].device).unbind()
         for layer in self.layers:
-            layer.move(sources, targets)
+            layer.move(rows, sources, targets)
         self.set_lengths(lengths)
-
-    def _append(self, path: Sequence[int], scratch: int, end: int) -> None:
-        """Copy the only row's nodes from the columns after ``scratch`` to those after ``end``.
-
-        One call copies a run of neighbours in all layers: a step waits for every small operation, and an index for each
-        layer would make a hundred of them.
-        """
-        held = [states for layer in self.layers for states in (layer.keys, layer.values) if states is not None]
-        starts = [place for place, node in enumerate(path) if place == 0 or node != path[place - 1] + 1]
-        for start, stop in pairwise([*starts, len(path)]):
-            source = [states.narrow(2, scratch + path[start], stop - start) for states in held]
-            target = [states.narrow(2, end + start, stop - start) for states in held]
-            torch._foreach_copy_(target, source)
