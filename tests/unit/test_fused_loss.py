@@ -30,7 +30,7 @@ def results(fused, share, temperature, chunk, draft, kind, scale, trained, empty
     for head in range(HEADS):
         heads.projection(head).weight.requires_grad_(trained)
     hidden.requires_grad_()
-    weights = LossWeights(1.5, 0.7, share, temperature, fused)
+    weights = LossWeights(1.5, 0.7, share, temperature, fused=fused)
     loss = medusa_loss(heads, hidden, roots, teacher, labels, copies, *rest, weights, chunk=chunk, embed=embed,
                        shape_logits=lambda logits: logits * scale)
     (2 * loss.loss).backward()

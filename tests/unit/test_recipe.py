@@ -151,7 +151,7 @@ def test_a_kernel_that_gives_no_position_its_loss_cannot_weigh_positions(minimal
     overrides = ["training.use_liger_kernel=true", "training.weight_by_acceptance=true"]
     for one in overrides:
         load_recipe(minimal, [one])
-    assert message_of(minimal, *overrides).endswith("leave out weight_by_acceptance")
+    assert "leave out weight_by_acceptance" in message_of(minimal, *overrides)
 
 
 def test_a_tree_is_given_as_paths_or_as_a_file_whose_paths_the_recipe_keeps(minimal, tmp_path):
