@@ -164,7 +164,7 @@ def medusa_loss(
     # and ranks that gather at different times wait for each other forever. A part without positions is computed too,
     # so that a batch without targets yields zeros and not missing gradients.
     parts = 1 if weights.fused else max(1, math.ceil(len(labels) / chunk))
-    part_loss: Callable[..., Tensor] = fused_part if weights.fused else chunk_loss
+    part_loss: Callable[..., tuple[Tensor, Tensor | None]] = fused_part if weights.fused else chunk_loss
     if parts > 1:  # a single chunk is the peak either way
         part_loss = partial(checkpoint, part_loss, use_reentrant=False)
     total = torch.zeros((), device=hidden.device)
