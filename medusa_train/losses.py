@@ -179,7 +179,7 @@ def medusa_loss(
                 None if reached is None else reached[part],
             )  # fmt: skip
             summed = summed + loss
-            if reached is not None:
+            if reached is not None and right is not None:
                 reached[part] *= right
         total = total + weights.scale * weights.decay**head * summed / positions_per_head
         sums.append(summed.detach())
