@@ -36,6 +36,7 @@ from medusa_train.inference.gguf_copy import load_through_copy
 from medusa_train.inference.grouped_attention import group_attention
 
 LONGEST_NAME = 1000  # characters of a source; file systems refuse longer ones in their own ways
+PROBE_TOKENS = 8  # of the fixed input
 PROBE_SIZE = 32  # numbers kept to recognise a backbone
 PROBE_MIN_COSINE = 0.9  # bf16 and 8-bit copies of a model score above 0.99, a sibling of the same shape far below
 
@@ -74,8 +75,10 @@ class Backbone:
         group_attention(model)
         backbone = cls(model, source, ())
         with torch.inference_mode():
-            # A small id range is inside every vocabulary, and distinct ids make a degenerate model visible.
-            ids = (torch.arange(8, device=backbone.device) % backbone.vocab_size)[None]
+            # Distinct ids make a degenerate model visible. Spread ones are ordinary tokens: the states of special ones,
+            # which often come first, hang on the last bit of their weights, and copies in fp32 and bf16 disagree there.
+            places = torch.arange(1, PROBE_TOKENS + 1, device=backbone.device)
+            ids = (places * backbone.vocab_size // (PROBE_TOKENS + 1))[None]
             hidden = backbone.hidden_states(ids)
             ours, theirs = backbone.logits(hidden).float(), model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max())):
@@ -84,7 +87,7 @@ class Backbone:
                 f"(difference {float((ours - theirs).abs().max()):.3g}); this kind of model cannot carry Medusa heads"
             )
         stride = max(1, backbone.hidden_size // PROBE_SIZE)
-        return cls(model, source, tuple(hidden[0, -1, ::stride][:PROBE_SIZE].float().tolist()))
+        return cls(model, source, tuple(hidden[0].float().mean(dim=0)[::stride][:PROBE_SIZE].tolist()))
 
     @property
     def hidden_size(self) -> int:
@@ -390,6 +393,12 @@ def load_backbone(
         raise UserError(_load_failure(source, "model", error)) from error
     if not quantization:
         model = model.to(device)
+    elif trainable:
+        # On CPUs with bf16 instructions bitsandbytes lays 4-bit weights out anew in the first pass without gradients,
+        # for a kernel that lets none through in later ones.
+        for layer in model.modules():
+            if hasattr(layer, "support_avx512bf16_for_cpu"):
+                layer.support_avx512bf16_for_cpu = False
     if adapter:
         from medusa_train.inference.adapter import load_adapter  # peft: seconds, for the few who need it
 
@@ -420,7 +429,7 @@ def _bitsandbytes(quantization: str) -> Any:
         raise UserError(
             f"backbone.quantization={quantization} needs bitsandbytes; run: pip install 'medusa-train[quantization]'"
         )
-    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # it warns in every single product
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it warns in every single product
     return BitsAndBytesConfig(
         load_in_8bit=quantization == "8bit",
         load_in_4bit=quantization == "4bit",

@@ -86,7 +86,8 @@ def export_heads(
         # vLLM does not take the projection from its own backbone; without a copy it drafts nonsense.
         if not base:
             raise UserError(f"{source} does not name its backbone, whose projection {name} needs; use --backbone")
-        loaded = load_backbone(base, device="cpu")
+        dtype = str(next(iter(tensors.values())).dtype).removeprefix("torch.")  # as the heads, on every machine
+        loaded = load_backbone(base, dtype, device="cpu")
         loaded.check_probe(checkpoint.probe, str(source))
         tensors[f"0.{config.num_layers}.weight"] = loaded.projection_rows()
     write_tensors(out / WEIGHTS, tensors, {"format": "pt"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import logging
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,8 @@ class Preempted(Exception):
 @contextmanager
 def reporting_errors(debug: bool) -> Iterator[None]:
     """Turn errors that a user can mend into one line and exit code 2; anything else keeps its traceback."""
+    # On CPUs with bf16 instructions it recommends a package whenever it is imported, wanted or not.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
     try:
         yield
     except KeyboardInterrupt:

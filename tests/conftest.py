@@ -123,7 +123,11 @@ def model(llama):
 @pytest.fixture(scope="session")
 def tiny_chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A saved tiny Llama with a byte-level chat tokenizer whose padding token is its end token."""
-    folder = tmp_path_factory.mktemp("tiny-chat")
+    return save_tiny_chat(tmp_path_factory.mktemp("tiny-chat"))
+
+
+def save_tiny_chat(folder: Path, **changes: object) -> Path:
+    """Write what `tiny_chat_folder` is; changes are of the model's config."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -136,7 +140,8 @@ def tiny_chat_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     fast.chat_template = CHATML
     fast.save_pretrained(folder)
     end = fast.convert_tokens_to_ids("<|im_end|>")
-    make_llama(vocab_size=512, eos_token_id=end, pad_token_id=end, bos_token_id=None).save_pretrained(folder)
+    ends = {"eos_token_id": end, "pad_token_id": end, "bos_token_id": None}
+    make_llama(vocab_size=512, **ends, **changes).save_pretrained(folder)
     return folder
 
 

@@ -112,7 +112,7 @@ def synthetic_report(repeats=(1.0, 1.02, 0.98)):
         "speed": {arm: speed_row(found, bases) | {"identical_to_plain": 1.0} for arm, found in given.items()},
         "batches": [
             {
-                "batch_size": 4, "prompts": 12,
+                "batch_size": 4, "prompts": 12, "tree_size": 1,
                 "arms": {
                     arm: batch_speed_row(found, {"generate": None, "plain": together["plain"]})
                     | {"identical_to_plain": 1.0}

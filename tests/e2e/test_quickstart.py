@@ -64,7 +64,9 @@ def test_quickstart_survives_kills_and_reports(tmp_path):
     assert report["acceptance"]["tokens_per_step"] >= 1
     assert (out / "report.html").stat().st_size > 20_000
 
-    model = MedusaModel.from_pretrained(out / "heads", dtype="float32")
+    # Heads go with copies of their backbone in any precision.
+    for dtype in ("bfloat16", "float32"):
+        model = MedusaModel.from_pretrained(out / "heads", dtype=dtype)
     prompt = torch.tensor(json.loads(written[0])["input_ids"][:30])
     plain = model.generate(prompt, 32, drafter=NoDrafter())
     medusa = model.generate(prompt, 32)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import yaml
 
-from conftest import make_llama, random_heads
+from conftest import make_llama, random_heads, save_tiny_chat
 from medusa_train.inference import HeadsConfig, MedusaHeads, MedusaModel, Tree, UserError, load_backbone
 from medusa_train.inference.adapter import Adapter
 from medusa_train.inference.backbone import Backbone
@@ -98,12 +98,29 @@ def test_an_adapter_stays_beside_quantized_weights(folder, bits, tmp_path):
     assert all(torch.equal(weights[name], before[name]) for name in before)
 
 
-def test_qlora_from_prompts_to_report(tiny_chat_folder, tmp_path):
+def test_gradients_pass_through_packed_weights_after_a_pass_without(folder):
+    backbone = load_backbone(str(folder), "float32", "cpu", "4bit", trainable=True)
+    weights = torch.randn(1, 5, 64, generator=torch.Generator().manual_seed(2))
+
+    def outcome(embedded):
+        return (backbone.model(inputs_embeds=embedded).logits * weights).sum()
+
+    embedded = backbone.embed(PROMPTS[:1]).detach().requires_grad_()
+    outcome(embedded).backward()
+    direction = torch.randn(embedded.shape, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        ahead, behind = (outcome(embedded + step * direction) for step in (1e-3, -1e-3))
+    assert float((embedded.grad * direction).sum()) == pytest.approx(float(ahead - behind) / 2e-3, rel=0.02)
+
+
+def test_qlora_from_prompts_to_report(tmp_path):
+    # Where a CPU has bf16 instructions, bitsandbytes packs 4-bit weights in blocks of 64 columns.
+    backbone = save_tiny_chat(tmp_path / "backbone", hidden_size=64, intermediate_size=128)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt": f"what is the cat {i} ?"}) + "\n" for i in range(24)))
     recipe = {
         "output_dir": str(tmp_path / "run"),
-        "backbone": {"source": str(tiny_chat_folder), "dtype": "float32", "device": "cpu", "quantization": "4bit"},
+        "backbone": {"source": str(backbone), "dtype": "float32", "device": "cpu", "quantization": "4bit"},
         "heads": {"num_heads": 2, "draft_vocab_size": 128},
         "data": {
             "prompts": str(prompts), "num_prompts": None, "max_new_tokens": 10, "batch_size": 8,
