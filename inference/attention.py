@@ -173,8 +173,7 @@ def check_tree_attention(backbone: Backbone) -> None:
 def _follows_a_tree(backbone: Backbone) -> bool:
     """Whether two branches in one pass give the hidden states of each branch read alone."""
     tree = Tree.from_paths([(0, 0), (1, 0)])
-    prompt = torch.tensor([3, 1], device=backbone.device) % backbone.vocab_size
-    nodes = torch.tensor([2, 4, 5, 6, 7], device=backbone.device) % backbone.vocab_size
+    prompt, nodes = backbone.ordinary_ids(2 + tree.size).split([2, tree.size])
     with torch.inference_mode():
         cache = new_cache(backbone, tree.size, 16)
         read_prompts(backbone, [prompt], cache)

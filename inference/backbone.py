@@ -75,10 +75,7 @@ class Backbone:
         group_attention(model)
         backbone = cls(model, source, ())
         with torch.inference_mode():
-            # Distinct ids make a degenerate model visible. Spread ones are ordinary tokens: the states of special ones,
-            # which often come first, hang on the last bit of their weights, and copies in fp32 and bf16 disagree there.
-            places = torch.arange(1, PROBE_TOKENS + 1, device=backbone.device)
-            ids = (places * backbone.vocab_size // (PROBE_TOKENS + 1))[None]
+            ids = backbone.ordinary_ids(PROBE_TOKENS)[None]
             hidden = backbone.hidden_states(ids)
             ours, theirs = backbone.logits(hidden).float(), model(input_ids=ids, use_cache=False).logits.float()
         if not torch.allclose(ours, theirs, rtol=2e-2, atol=2e-2 * float(theirs.abs().max())):
@@ -96,6 +93,14 @@ class Backbone:
     @property
     def vocab_size(self) -> int:
         return int(self.model.get_output_embeddings().out_features)
+
+    def ordinary_ids(self, count: int) -> Tensor:
+        """``(count,)`` distinct ids, spread over the vocabulary, to see what a model does with a text.
+
+        Special tokens, which often come first or last, will not do: what a model makes of a text of them can hang on
+        the last bit of its weights, so that fp32 and bf16, or one pass and two, disagree.
+        """
+        return torch.arange(1, count + 1, device=self.device) * self.vocab_size // (count + 1)
 
     @cached_property
     def device(self) -> torch.device:
