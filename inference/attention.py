@@ -27,7 +27,9 @@ Masks = Tensor | dict[str, Tensor]
 
 def new_cache(backbone: Backbone, scratch: int, capacity: int, bucket: int | None = None) -> TreeCache:
     """An empty cache with one layer per decoder layer; see `TreeCache`."""
-    return TreeCache(int(backbone.model.config.get_text_config().num_hidden_layers), scratch, capacity, bucket)
+    layers = int(backbone.model.config.get_text_config().num_hidden_layers)
+    devices = len(set((getattr(backbone.model, "hf_device_map", None) or {"": 0}).values()))
+    return TreeCache(layers, scratch, capacity, bucket, devices)
 
 
 def read_prompts(backbone: Backbone, prompts: Sequence[Tensor], cache: TreeCache) -> Tensor:

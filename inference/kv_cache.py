@@ -10,17 +10,84 @@ accepted path behind that row's text, so rows accept different numbers of tokens
 the next pass. Keys carry their positions (rotary or learned), so the order of columns means nothing; masks decide.
 
 Room is made for the request (tree + prompt + budget), not for the model's longest context: at once, or for compiled
-passes as the text grows, so that their shapes do not depend on the budget.
+passes as the text grows, so that their shapes do not depend on the budget. The keys of all layers lie in one tensor,
+and so do the values: a commit copies the same columns everywhere, and two copies for all layers cost a small model a
+tenth of two for each.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, CacheLayerMixin
+
+Half = Literal["keys", "values"]
+
+
+@dataclass
+class Columns:
+    """What all layers have in common: which columns there are, and which a pass writes and sees.
+
+    Attributes:
+        scratch: columns for the nodes of a pass.
+        capacity: committed columns that there is room for.
+        reading_prompt: no verification pass has begun yet.
+        prefix: columns that were read before the rest of a prompt.
+        visible: committed columns that a pass can see.
+    """
+
+    scratch: int
+    capacity: int
+    reading_prompt: bool = True
+    prefix: int = 0
+    visible: int = 0
+
+
+@dataclass
+class Stack:
+    """The keys, or the values, of all layers where these have the same form.
+
+    Attributes:
+        half: which of the two.
+        states: ``(layers, B, kv_heads, scratch + capacity, head_dim)``.
+        used: how many of its layers are taken.
+    """
+
+    half: Half
+    states: Tensor
+    used: int = 0
+
+    def holds(self, half: Half, like: Tensor, columns: int) -> bool:
+        """Whether a layer with states ``like``, ``(B, kv_heads, n, head_dim)``, can be one of this stack's."""
+        form = (*like.shape[:2], columns, like.shape[3])
+        same = self.half == half and self.states.shape[1:] == form and self.used < len(self.states)
+        return same and (self.states.dtype, self.states.device) == (like.dtype, like.device)
+
+
+@dataclass
+class Memory:
+    """The stacks of a cache: one of keys and one of values, unless layers differ in form or device.
+
+    Attributes:
+        layers: how many a new stack has room for.
+    """
+
+    layers: int
+    stacks: list[Stack] = field(default_factory=list)
+
+    def take(self, half: Half, like: Tensor, columns: int) -> tuple[Stack, int]:
+        """Room for another layer, and its place there."""
+        stack = next((stack for stack in self.stacks if stack.holds(half, like, columns)), None)
+        if stack is None:
+            # Zeros: a masked NaN would still spread.
+            room = like.new_zeros(self.layers, *like.shape[:2], columns, like.shape[3])
+            self.stacks.append(stack := Stack(half, room))
+        stack.used += 1
+        return stack, stack.used - 1
 
 
 class TreeCacheLayer(CacheLayerMixin):
@@ -28,22 +95,24 @@ class TreeCacheLayer(CacheLayerMixin):
 
     is_sliding = False
 
-    def __init__(self, scratch: int, capacity: int) -> None:
+    def __init__(self, columns: Columns, memory: Memory) -> None:
         super().__init__()
-        self.scratch, self.capacity = scratch, capacity
-        self.reading_prompt = True
-        self.prefix = 0  # columns that were read before the rest of a prompt
-        self.visible = 0  # committed columns that a pass can see
+        self.columns, self.memory = columns, memory
+        self.places: dict[Half, tuple[Stack, int]] = {}
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
-        columns = self.scratch + self.capacity
-        # Keys and values may differ in width (multi-head latent attention). Zeros: a masked NaN would still spread.
-        self.keys, self.values = (
-            torch.zeros(*states.shape[:2], columns, states.shape[3], dtype=states.dtype, device=states.device)
-            for states in (key_states, value_states)
-        )
+        columns = self.columns.scratch + self.columns.capacity
+        # Keys and values may differ in width (multi-head latent attention).
+        self.places["keys"] = self.memory.take("keys", key_states, columns)
+        self.places["values"] = self.memory.take("values", value_states, columns)
         self.is_initialized = True
+        self.look_again()
+
+    def look_again(self) -> None:
+        """Find keys and values where they are now; a layer that shares another's has none."""
+        for half, (stack, place) in self.places.items():
+            setattr(self, half, stack.states[place])
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a pass's positions; returns everything that it may attend to."""
@@ -51,65 +120,25 @@ class TreeCacheLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         assert self.keys is not None
         assert self.values is not None
-        count = key_states.shape[2]
-        if self.reading_prompt:
-            first, start = self.scratch, self.scratch + self.prefix
+        count, columns = key_states.shape[2], self.columns
+        if columns.reading_prompt:
+            first, start = columns.scratch, columns.scratch + columns.prefix
             end = stop = start + count
         else:
-            first = start = self.scratch - count
-            end, stop = self.scratch, self.scratch + self.visible
+            first = start = columns.scratch - count
+            end, stop = columns.scratch, columns.scratch + columns.visible
         self.keys[:, :, start:end] = key_states
         self.values[:, :, start:end] = value_states
         return self.keys[:, :, first:stop], self.values[:, :, first:stop]
-
-    def reserve(self, capacity: int) -> None:
-        """Have at least so many committed columns; what they hold stays."""
-        more = capacity - self.capacity
-        if more <= 0:
-            return
-        self.capacity = capacity
-        if self.keys is not None and self.values is not None:
-            self.keys, self.values = (
-                torch.nn.functional.pad(held, (0, 0, 0, more)) for held in (self.keys, self.values)
-            )
-
-    def share_prefix(self, length: int, rows: int) -> None:
-        """Give each of ``rows`` rows the first ``length`` positions of the only row."""
-        self.prefix = length
-        if self.keys is None or self.values is None:
-            return
-        used = slice(self.scratch, self.scratch + length)
-        shared = self.keys, self.values
-        self.keys, self.values = (states.new_zeros(rows, *states.shape[1:]) for states in shared)
-        for states, one in zip((self.keys, self.values), shared, strict=True):
-            states[:, :, used] = one[:, :, used]
-
-    def move(self, rows: Tensor, source: Tensor, target: Tensor) -> None:
-        """Copy columns ``source`` of ``rows`` to ``target``, each ``(m,)``."""
-        if self.keys is None or self.values is None:  # a layer that shares another's keys
-            return
-        rows, source, target = (index.to(self.keys.device) for index in (rows, source, target))
-        for states in (self.keys, self.values):
-            states[rows, :, target] = states[rows, :, source]
-
-    def keep(self, source: Tensor, target: Tensor, count: int) -> None:
-        """Copy rows ``source`` ``(m,)`` to ``target``, then leave the first ``count``."""
-        if self.keys is None or self.values is None:
-            return
-        source, target = source.to(self.keys.device), target.to(self.keys.device)
-        used = self.scratch + self.visible
-        for states in (self.keys, self.values):
-            states[target, :, :used] = states[source, :, :used]
-        self.keys, self.values = self.keys[:count], self.values[:count]
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return query_length + self.get_seq_length(), 0
 
     def get_seq_length(self) -> int:
-        return self.prefix if self.reading_prompt else self.visible
+        return self.columns.prefix if self.columns.reading_prompt else self.columns.visible
 
     def get_max_length(self) -> int:
-        return self.capacity
+        return self.columns.capacity
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.2x
 
@@ -119,10 +148,12 @@ class TreeCache(Cache):
 
     Attributes:
         lengths: committed positions of each row.
-        visible: committed columns that passes see: the longest row's, rounded up (see ``bucket``).
+        columns: see `Columns`.
     """
 
-    def __init__(self, num_layers: int, scratch: int, capacity: int, bucket: int | None = None) -> None:
+    def __init__(
+        self, num_layers: int, scratch: int, capacity: int, bucket: int | None = None, devices: int = 1
+    ) -> None:
         """Make an empty cache.
 
         Args:
@@ -131,9 +162,12 @@ class TreeCache(Cache):
             capacity: committed positions of a row that there is room for at first.
             bucket: passes see this many committed columns times a power of two, so that compiled code meets few
                 shapes; None: exactly as many as the longest row.
+            devices: how many the layers are spread over, about evenly.
         """
-        self.scratch, self.bucket = scratch, bucket
-        super().__init__(layers=[TreeCacheLayer(scratch, self._rounded(capacity)) for _ in range(num_layers)])
+        self.bucket = bucket
+        self.columns = Columns(scratch, self._rounded(capacity))
+        self._memory = Memory(-(-num_layers // devices))
+        super().__init__(layers=[TreeCacheLayer(self.columns, self._memory) for _ in range(num_layers)])
         self.lengths: list[int] = []
 
     def _rounded(self, length: int) -> int:
@@ -143,42 +177,64 @@ class TreeCache(Cache):
 
     @property
     def visible(self) -> int:
-        return int(self.layers[0].visible)
+        return self.columns.visible
 
     @property
     def capacity(self) -> int:
-        return int(self.layers[0].capacity)
+        return self.columns.capacity
+
+    def _change(self, change: Callable[[Stack], Tensor]) -> None:
+        for stack in self._memory.stacks:  # one after the other: only one is held twice meanwhile
+            stack.states = change(stack)
+        for layer in self.layers:
+            layer.look_again()
 
     def reserve(self, length: int) -> None:
-        """Have room for so many committed positions of every row."""
-        for layer in self.layers:  # one after the other: only a layer's old columns are held beside the new ones
-            layer.reserve(self._rounded(length))
+        """Have room for so many committed positions of every row; what is held stays."""
+        more = self._rounded(length) - self.columns.capacity
+        if more > 0:
+            self.columns.capacity += more
+            self._change(lambda stack: torch.nn.functional.pad(stack.states, (0, 0, 0, more)))
 
     def share_prefix(self, length: int, rows: int) -> None:
         """Between two passes over a prompt: make a batch of ``rows`` rows of the one whose positions were read."""
-        for layer in self.layers:
-            layer.share_prefix(length, rows)
+        self.columns.prefix = length
+        used = slice(self.columns.scratch, self.columns.scratch + length)
+
+        def shared(stack: Stack) -> Tensor:
+            states = stack.states
+            whole = states.new_zeros(len(states), rows, *states.shape[2:])
+            whole[:, :, :, used] = states[:, :, :, used]
+            return whole
+
+        self._change(shared)
 
     def keep(self, rows: Sequence[int]) -> None:
         """Leave only these rows, in this order; what stays in its place is not copied, and no memory is given back."""
         moved = [(old, new) for new, old in enumerate(rows) if old != new]
         source, target = torch.tensor(moved, dtype=torch.long).view(-1, 2).unbind(dim=1)
-        for layer in self.layers:
-            layer.keep(source, target, len(rows))
+        used = self.columns.scratch + self.columns.visible
+
+        def kept(stack: Stack) -> Tensor:
+            states = stack.states
+            if moved:
+                states[:, target.to(states.device), :, :used] = states[:, source.to(states.device), :, :used]
+            return states[:, : len(rows)]
+
+        self._change(kept)
         self.set_lengths([self.lengths[row] for row in rows])
 
     def finish_prompt(self, lengths: Sequence[int]) -> None:
         """End of the prompt pass: row b's first ``lengths[b]`` positions are committed, the rest was padding."""
         self.set_lengths(lengths)
-        for layer in self.layers:
-            layer.reading_prompt = False
+        self.columns.reading_prompt = False
+        if any(stack.used < len(stack.states) for stack in self._memory.stacks):  # layers differ, or share their keys
+            self._change(lambda stack: stack.states[: stack.used].clone())
 
     def set_lengths(self, lengths: Sequence[int]) -> None:
         """Declare how many leading positions of each row are committed (fewer: the tail is forgotten)."""
         self.lengths = list(lengths)
-        visible = self._rounded(max(self.lengths))
-        for layer in self.layers:
-            layer.visible = visible
+        self.columns.visible = self._rounded(max(self.lengths))
 
     def commit(self, paths: Sequence[Sequence[int]], nodes: int) -> None:
         """Append each row's accepted nodes to its text.
@@ -187,8 +243,9 @@ class TreeCache(Cache):
             paths: per row, indices of nodes of the last pass in order; empty for a row that stays as it is.
             nodes: how many nodes that pass had.
         """
+        scratch = self.columns.scratch
         moves = [
-            (row, self.scratch - nodes + node, self.scratch + place)
+            (row, scratch - nodes + node, scratch + place)
             for row, (path, length) in enumerate(zip(paths, self.lengths, strict=True))
             for place, node in enumerate(path, start=length)
         ]
@@ -196,7 +253,8 @@ class TreeCache(Cache):
             return
         lengths = [length + len(path) for path, length in zip(paths, self.lengths, strict=True)]
         self.reserve(max(lengths))
-        rows, sources, targets = torch.tensor(list(zip(*moves, strict=True)), device=self.layers[0].device).unbind()
-        for layer in self.layers:
-            layer.move(rows, sources, targets)
+        columns = torch.tensor(list(zip(*moves, strict=True)))
+        for stack in self._memory.stacks:
+            rows, source, target = columns.to(stack.states.device).unbind()
+            stack.states[:, rows, :, target] = stack.states[:, rows, :, source]
         self.set_lengths(lengths)

@@ -19,6 +19,7 @@ from medusa_train.inference import (
     UserError,
 )
 from medusa_train.inference.drafters import Context
+from medusa_train.inference.kv_cache import TreeCache
 from medusa_train.inference.sampling import Chances, draw
 from medusa_train.inference.verify import Draft, accept_sampled, verify_rejection
 
@@ -112,13 +113,15 @@ def test_a_draft_model_may_pad_its_vocabulary_otherwise(llama, tiny_chat_folder,
 def test_a_draft_models_cache_is_bounded_by_the_context_and_not_by_a_boundless_budget(monkeypatch):
     backbone = make_llama(max_position_embeddings=48)
     model = MedusaModel(backbone, random_heads())
-    drafter, columns = DraftModelDrafter(model.backbone, model.backbone, 3), []
-    original = torch.zeros
-    monkeypatch.setattr(torch, "zeros", lambda *size, **kw: (columns.append(size), original(*size, **kw))[1])
+    drafter, held = DraftModelDrafter(model.backbone, model.backbone, 3), []
+    original = TreeCache.commit
+    monkeypatch.setattr(
+        TreeCache, "commit", lambda cache, *moved: (original(cache, *moved), held.append(cache.layers[0].keys.shape))[0]
+    )
     (prompt,) = prompts((8,))
     out = model.generate(prompt, 20_000, eos_token_ids=(), drafter=drafter)
     assert out.finish_reasons == ["context"]
-    assert max(size[2] for size in columns if len(size) == 4) < 100
+    assert 48 < max(shape[2] for shape in held) < 100
 
 
 def test_a_draft_model_with_a_shorter_context_still_gives_the_backbones_text():

@@ -1,5 +1,6 @@
 """Path commit: accepted nodes move behind each row's text, per layer, nothing else changes."""
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -107,3 +108,30 @@ def test_forgetting_the_tail_lets_it_be_overwritten():
     assert keys[0, 0, :, 0].tolist() == [70, 71, 0, 1, 2]
     cache.commit([[0, 1]], 2)
     assert cache.layers[0].keys[0, 0, 2:7, 0].tolist() == [0, 1, 2, 70, 71]
+
+
+@pytest.mark.parametrize("devices", [1, 2, 3])
+def test_layers_of_different_forms_are_committed_alike_and_hold_no_spare_memory(devices):
+    widths = [3, 3, 5, 3, None]  # the last layer shares another's keys and never writes its own
+    cache = TreeCache(num_layers=len(widths), scratch=2, capacity=10, devices=devices)
+
+    def write(count, first):
+        for layer, width in enumerate(widths):
+            if width:
+                told = torch.arange(count).float() + first + 100 * layer
+                cache.update(
+                    told[None, None, :, None].expand(1, 2, count, width), torch.zeros(1, 2, count, width), layer
+                )
+
+    write(4, 0.0)
+    cache.finish_prompt([4])
+    write(2, 50.0)
+    cache.commit([[0, 1]], 2)
+    for layer, width in enumerate(widths):
+        if width:
+            keys = cache.layers[layer].keys
+            assert keys.shape == (1, 2, 12, width)
+            assert (keys[0, 1, 2:8, width - 1] - 100 * layer).tolist() == [0, 1, 2, 3, 50, 51]
+    held = {layer.keys.untyped_storage().data_ptr(): layer.keys.untyped_storage().nbytes()
+            for layer in cache.layers[:4]}  # fmt: skip
+    assert sum(held.values()) == 4 * 2 * 12 * sum(width or 0 for width in widths)
