@@ -16,18 +16,16 @@ from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
 from medusa_train.inference.prompt_lookup import MedusaLookupDrafter, PromptLookupDrafter
 
-LOOKUP_TOKENS = 8  # copied tokens of every arm that looks up, transformers' included
+LOOKUP_TOKENS = 8  # copied tokens of the arms that look up alone, transformers' included
 
 # Arm -> its drafter, made from the model with heads and the small model (None where none is given).
 DRAFTERS: dict[str, Callable[[MedusaModel, Backbone | None], Drafter]] = {
     "plain": lambda model, small: NoDrafter(),
-    "medusa": lambda model, small: model.medusa_drafter(model.tree),
+    "medusa": lambda model, small: model.drafter,
     "dynamic": lambda model, small: model.adaptive_drafter(_dynamic_size(model)),
     "adaptive": lambda model, small: model.adaptive_drafter(),
     "lookup": lambda model, small: PromptLookupDrafter(LOOKUP_TOKENS),
-    "medusa-lookup": lambda model, small: MedusaLookupDrafter(
-        model.medusa_drafter(model.tree), PromptLookupDrafter(LOOKUP_TOKENS)
-    ),
+    "medusa-lookup": lambda model, small: MedusaLookupDrafter(model.drafter),
     "draft-model": lambda model, small: DraftModelDrafter(_given(small), model.backbone),
 }
 # Arm -> keywords of transformers' generate.

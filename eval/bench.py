@@ -29,6 +29,7 @@ from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.drafters import Drafter
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.model import MedusaModel
+from medusa_train.inference.prompt_lookup import BESIDE_HEADS
 from medusa_train.inference.stats import DecodeStats
 from medusa_train.inference.stopping import Stopping
 from medusa_train.inference.verify import verify_greedy
@@ -128,6 +129,7 @@ def bench(
             "tree_paths": [list(path) for path in model.tree.paths if path],
             "tree_sizes": {size: model.drafter.tree_for(size).size for size in batch_sizes},
             "lookup_tokens": LOOKUP_TOKENS,
+            "lookup_tokens_beside_heads": BESIDE_HEADS,
         },
         "rows": rows,
         "categories": by_category(questions, timed.get(1, {})),

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from medusa_train.inference.copies import NO_COPY, agreeing
+from medusa_train.inference.graphs import Graphs
 from medusa_train.inference.heads import MedusaHeads
 from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.inference.tree import Tree
@@ -46,20 +47,22 @@ class Level:
 class TreeFiller:
     """Fills one tree."""
 
-    def __init__(self, heads: MedusaHeads, tree: Tree, embed: Embed | None = None) -> None:
+    def __init__(self, heads: MedusaHeads, tree: Tree, embed: Embed | None = None, compiled: bool = False) -> None:
         """Prepare the tree's levels.
 
         Args:
             heads: on the device where they run.
             embed: the backbone's embedding; heads that read tokens or copies need it.
+            compiled: make one graph of what `tokens` does, for each number of rows.
 
         Raises:
-            UserError: the tree does not fit the heads (`Tree.check`).
+            UserError: the tree does not fit the heads (`Tree.check`), or there is no compiler.
         """
         tree.check(heads.config.num_heads, heads.config.projection_size)
         self.heads, self.tree, self.embed = heads, tree, embed
         device = heads.draft_token_ids.device
         self._levels = [_level(tree, depth, heads.config.reads_tokens, device) for depth in range(1, tree.depth + 1)]
+        self._graphs = Graphs(self._tokens, device) if compiled else None
 
     def tokens(self, hidden: Tensor, roots: Tensor, copies: Tensor | None = None) -> Tensor:
         """The best tokens of every head.
@@ -72,6 +75,12 @@ class TreeFiller:
         Returns:
             ``(B, N)`` token ids of the nodes, the root's first.
         """
+        if self._graphs is None:
+            return self._tokens(hidden, roots, copies)
+        what = f"the drafting of {self.tree.size} tokens ({len(roots)} rows{'' if copies is None else ', with copies'})"
+        return self._graphs((len(roots), copies is None), what, hidden, roots, copies)
+
+    def _tokens(self, hidden: Tensor, roots: Tensor, copies: Tensor | None) -> Tensor:
         tokens, states = roots[:, None].to(hidden.device), hidden[:, None]
         for head, level in enumerate(self._levels):
             states, logits = self._read(states, tokens, head, level, copies)

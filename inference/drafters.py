@@ -89,6 +89,7 @@ class MedusaDrafter:
         tree: Tree,
         embed: Embed | None = None,
         batch_trees: Mapping[int, Tree] | None = None,
+        compiled: bool = False,
     ) -> None:
         """Prepare the trees; see `TreeFiller`.
 
@@ -98,7 +99,7 @@ class MedusaDrafter:
         self.trees = {1: tree} | dict(batch_trees or {})
         self.max_size = max(each.size for each in self.trees.values())
         self._config = heads.config
-        self._fillers = {rows: TreeFiller(heads, each, embed) for rows, each in self.trees.items()}
+        self._fillers = {rows: TreeFiller(heads, each, embed, compiled) for rows, each in self.trees.items()}
 
     def tree_for(self, rows: int) -> Tree:
         """The tree of the largest known number of rows within these."""

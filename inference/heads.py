@@ -159,7 +159,8 @@ class MedusaHeads(nn.Module):
 
     def _readings(self, hidden: Tensor, before: Tensor | None, copied: Tensor | None) -> list[tuple[Tensor, ...]]:
         """What the first block reads beside the state, for each time that the blocks are run."""
-        config, reads = self.config, list[Tensor]()
+        config = self.config
+        reads: list[Tensor] = []
         runs = 1
         if config.reads_tokens:
             assert before is not None, f"{config.kind} heads read the tokens before them"

@@ -138,9 +138,9 @@ class MedusaModel:
         depth = min(config.num_heads, 3)
         self.tree = tree or Tree.from_paths([path for path in DEFAULT_PATHS if len(path) <= depth])
         self.batch_trees = dict(batch_trees or {})
-        self.drafter = MedusaDrafter(self.heads, self.tree, self.backbone.embed, self.batch_trees)
         self.calibration = calibration
         self.step = step or Step(self.backbone)
+        self.drafter = self._drafter(self.tree, self.batch_trees)
 
     @classmethod
     def from_pretrained(
@@ -183,11 +183,15 @@ class MedusaModel:
         """The same parts with compiled steps (see `Step`), for plain decoding through it alike."""
         twin = copy.copy(self)
         twin.step = Step(self.backbone, compiled=True)
+        twin.drafter = twin._drafter(self.tree, self.batch_trees)
         return twin
 
     def medusa_drafter(self, tree: Tree) -> MedusaDrafter:
         """Drafts with the heads and another tree than the model's own, for any number of rows."""
-        return MedusaDrafter(self.heads, tree, self.backbone.embed)
+        return self._drafter(tree, {})
+
+    def _drafter(self, tree: Tree, batch_trees: Mapping[int, Tree]) -> MedusaDrafter:
+        return MedusaDrafter(self.heads, tree, self.backbone.embed, batch_trees, self.step.compiled)
 
     def draft_logits(self, hidden: Tensor, head: int, before: Tensor, copies: Tensor | None = None) -> Tensor:
         """What a head says with given tokens before it.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -16,7 +17,7 @@ from torch import Tensor
 from medusa_train.inference.copies import CopyFinder
 from medusa_train.inference.drafters import Context, Drafting, MedusaDrafter
 from medusa_train.inference.errors import UserError
-from medusa_train.inference.tree import RankPath, Tree
+from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators
 
 
@@ -64,51 +65,82 @@ def _filled(copies: Sequence[list[int] | None], context: Context) -> Tensor:
     return torch.tensor(rows, device=context.roots.device)
 
 
-class MedusaLookupDrafter:
-    """A Medusa tree and a copied phrase below one root, verified in one pass."""
+BESIDE_HEADS = 6  # tokens of a copy, counted from the root; on a CPU, what more of them gain, longer passes cost
 
-    def __init__(self, medusa: MedusaDrafter, lookup: PromptLookupDrafter) -> None:
-        self.medusa, self.lookup = medusa, lookup
-        self._joined = {tree: _join(tree, lookup.num_tokens) for tree in medusa.trees.values()}
-        self.max_size = max(joined.tree.size for joined in self._joined.values())
+
+class MedusaLookupDrafter:
+    """A Medusa tree and a copied phrase, verified in one pass.
+
+    The phrase hangs below the node that its first tokens already lead to, so that no token is verified twice: where
+    heads agree with the copy it makes their path longer, and where they do not it is a branch from the root.
+    """
+
+    def __init__(self, medusa: MedusaDrafter, lookup: PromptLookupDrafter | None = None) -> None:
+        """Prepare the trees.
+
+        Args:
+            lookup: its ``num_tokens`` (6 by default) are how deep a copy goes at most; a pass has that many more nodes
+                than the heads' tree has alone, less the depth of that tree.
+        """
+        self.medusa = medusa
+        self.lookup = lookup = lookup or PromptLookupDrafter(BESIDE_HEADS)
+        self._lengths = {tree: max(1, lookup.num_tokens - tree.depth) for tree in medusa.trees.values()}
+        self.max_size = max(tree.size + length for tree, length in self._lengths.items())
+        self._joined = lru_cache(maxsize=1024)(_join)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
-        find = self.lookup.finder(len(prompts))
+        reach = max(tree.depth + length for tree, length in self._lengths.items())
+        find = CopyFinder(len(prompts), reach, self.lookup.max_ngram, self.lookup.min_ngram)
         draft_heads = self.medusa.start(prompts, max_new_tokens, generators)
 
         def draft(context: Context) -> Draft:
             heads, copies = draft_heads(context), find(context.texts, context.numbers, context.active)
             if not any(copies):
                 return heads
-            # A row without a copy keeps the heads' tree, behind which the rest of the pass is padding.
-            phrases, own = _filled(copies, context).to(heads.tokens.device), heads.trees[0]
-            both = self._joined[own]
-            joined = torch.empty(len(copies), both.tree.size, dtype=torch.long, device=phrases.device)
-            joined[:, both.heads_at], joined[:, both.chain_at] = heads.tokens, phrases
-            apart = torch.cat([heads.tokens, phrases], dim=1)
-            found = torch.tensor([copy is not None for copy in copies], device=phrases.device)
-            trees = [own if copy is None else both.tree for copy in copies]
-            return Draft(trees, torch.where(found[:, None], joined, apart))
+            own, length = heads.trees[0], self._lengths[heads.trees[0]]
+            trees, rows = list(heads.trees), []
+            for row, (tokens, copy) in enumerate(zip(heads.tokens.tolist(), copies, strict=True)):
+                if copy is None:  # keeps the heads' tree, behind which the rest of the pass is padding
+                    rows.append(tokens + tokens[:1] * length)
+                    continue
+                node = _agreeing_node(own, tokens, copy)
+                known, joined = len(own.paths[node]), self._joined(own, node, length)
+                tokens += copy[known : known + length]
+                trees[row] = joined.tree
+                rows.append([tokens[source] for source in joined.sources])
+            return Draft(trees, torch.tensor(rows, device=heads.tokens.device))
 
         return draft
 
 
+def _agreeing_node(tree: Tree, tokens: Sequence[int], copy: Sequence[int]) -> int:
+    """The deepest node whose path from the root holds the copy's first tokens."""
+    node = 0
+    for token in copy:
+        child = next((child for child in tree.children[node] if tokens[child] == token), None)
+        if child is None:
+            break
+        node = child
+    return node
+
+
 @dataclass(frozen=True)
 class _Joined:
-    """A tree of heads with a chain of copied tokens as one more branch, and which of its nodes are whose."""
+    """A tree of heads with a chain of copied tokens below one of its nodes.
+
+    Attributes:
+        sources: for each node, its place among the tokens of the heads' tree and then the chain.
+    """
 
     tree: Tree
-    heads_at: Tensor
-    chain_at: Tensor
+    sources: tuple[int, ...]
 
 
-def _join(heads: Tree, num_tokens: int) -> _Joined:
-    spare = max(heads.ranks_needed(), default=0)  # a rank that the heads do not use
-    chain: RankPath = (spare,) + (0,) * (num_tokens - 1)
-    tree = Tree.from_paths([*heads.paths, chain])
-    node = {path: i for i, path in enumerate(tree.paths)}
-    return _Joined(
-        tree,
-        torch.tensor([node[path] for path in heads.paths]),
-        torch.tensor([node[chain[:depth]] for depth in range(1, len(chain) + 1)]),
-    )
+def _join(heads: Tree, node: int, length: int) -> _Joined:
+    """Hang a chain of ``length`` tokens below a node."""
+    line = heads.paths[node]
+    spare = max((heads.paths[child][-1] + 1 for child in heads.children[node]), default=0)  # no token of the heads'
+    chain = [(*line, spare, *(0,) * more) for more in range(length)]
+    places = {path: place for place, path in enumerate([*heads.paths, *chain])}
+    tree = Tree.from_paths([*heads.paths, *chain])
+    return _Joined(tree, tuple(places[path] for path in tree.paths))

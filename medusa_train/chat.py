@@ -44,7 +44,7 @@ def make_drafter(model: MedusaModel, name: str) -> Drafter:
     if name == "adaptive":
         return model.adaptive_drafter()
     if name == "medusa-lookup":
-        return MedusaLookupDrafter(model.drafter, PromptLookupDrafter())
+        return MedusaLookupDrafter(model.drafter)
     if name == "lookup":
         return PromptLookupDrafter()
     return NoDrafter()

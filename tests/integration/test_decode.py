@@ -23,9 +23,11 @@ from conftest import make_llama, random_heads
 from medusa_train.inference import MedusaModel, NoDrafter, PromptLookupDrafter, Tree, UserError
 from medusa_train.inference.attention import check_tree_attention, new_cache
 from medusa_train.inference.backbone import Backbone
+from medusa_train.inference.candidates import TreeFiller
 from medusa_train.inference.cpu_linear import pack_linears
+from medusa_train.inference.graphs import _check_compiler
 from medusa_train.inference.kv_cache import TreeCache
-from medusa_train.inference.step import SMALLEST_BUCKET, _check_compiler
+from medusa_train.inference.step import SMALLEST_BUCKET
 from medusa_train.inference.verify import Draft
 
 TREES = [
@@ -298,7 +300,30 @@ def test_compiled_steps_decode_the_same_tokens_across_buckets():
     expected = greedy(plain, prompt, 150)  # beyond SMALLEST_BUCKET
     model.generate(prompt, 20, eos_token_ids=())
     assert model.generate(prompt, 150, eos_token_ids=()).sequences[0].tolist() == expected
-    assert len(model.step._seen) == 2  # a graph per bucket, whatever the budget
+    assert len(model.step._graphs._seen) == 2  # a graph per bucket, whatever the budget
+    # Graphs are told apart by the few guards that are kept: other numbers of tokens and rows get their own.
+    rows = [prompt, prompts(1, 7)[0]]
+    wanted = [expected[:25], greedy(plain, rows[1], 20)]
+    for drafter in (NoDrafter(), model.medusa_drafter(Tree.chain(2)), None, NoDrafter()):
+        for together in (rows[:1], rows, rows[:1]):
+            out = model.generate(together, 20, eos_token_ids=(), drafter=drafter)
+            assert out.new_tokens == [text[len(row) :] for row, text in zip(together, wanted, strict=False)]
+
+
+@pytest.mark.skipif(not has_compiler(), reason="no C++ compiler")
+def test_compiled_drafting_proposes_the_same_tokens():
+    heads = random_heads(kind="recurrent copies")
+    table = torch.randn(64, 32, generator=torch.Generator().manual_seed(1))
+    draw = torch.Generator().manual_seed(2)
+    trees = [Tree.from_paths(paths) for paths in ([(0,), (1,)], [(0,), (2,)], [(0, 0), (1, 1)], [(0, 1, 0)])]
+    fillers = [
+        [TreeFiller(heads, tree, lambda ids: table[ids], compiled) for compiled in (False, True)] for tree in trees
+    ]
+    for rows in (1, 2, 1):
+        for eager, compiled in fillers:
+            hidden, roots = torch.randn(rows, 32, generator=draw), torch.randint(0, 64, (rows,), generator=draw)
+            for copies in (None, torch.randint(-1, 64, (rows, 3), generator=draw), None):
+                assert torch.equal(compiled.tokens(hidden, roots, copies), eager.tokens(hidden, roots, copies))
 
 
 def test_compiling_without_a_compiler_says_what_to_install(tiny_llama, monkeypatch):

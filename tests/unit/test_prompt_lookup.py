@@ -1,11 +1,15 @@
-"""Drafting copies: rows with and without one, rows that end or move, and a copy below a Medusa tree."""
+"""Drafting copies: rows with and without one, rows that end or move, and a copy within a Medusa tree."""
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from conftest import random_heads
 from medusa_train.inference import MedusaDrafter, MedusaLookupDrafter, PromptLookupDrafter, Tree, UserError
+from medusa_train.inference.copies import NgramIndex
 from medusa_train.inference.drafters import Context
+from medusa_train.inference.verify import Draft
 
 
 def context(texts, active=None, accepted=None):
@@ -45,29 +49,60 @@ def test_requests_do_not_share_what_they_have_read():
     assert second(context([[2, 3, 1]])).tokens.tolist() == [[1]]
 
 
-@pytest.mark.parametrize("tree", [Tree.root_only(), Tree.chain(2), Tree.from_paths([(0, 0, 1), (1, 0), (3,)])])
-def test_a_copied_phrase_is_one_more_branch_below_the_medusa_tree(tree):
-    medusa = MedusaDrafter(random_heads(), tree)
-    both = MedusaLookupDrafter(medusa, PromptLookupDrafter(4, 2, 1))
-    assert both.max_size == tree.size + 4
-    texts = [[1, 2, 3, 9, 1, 2], [4, 5, 6, 7, 8, 3]]
-    given_context = context(texts)
-    drafting = both.start([torch.tensor(text) for text in texts], 9, [None, None])
-    draft = drafting(given_context)
-    heads = medusa.start([torch.tensor(text) for text in texts], 9, [None, None])(given_context)
-    assert draft.tokens.shape == (2, both.max_size)
-    for row, phrase in enumerate([[3, 9, 1, 2], None]):
-        branches = {
-            tuple(draft.tokens[row, node].item() for node in draft.trees[row].ancestors[leaf])
-            for leaf in range(1, draft.trees[row].size) if not draft.trees[row].children[leaf]
-        }  # fmt: skip
-        expected = {
-            tuple(heads.tokens[row, node].item() for node in tree.ancestors[leaf])
-            for leaf in range(tree.size) if not tree.children[leaf] and leaf
-        }  # fmt: skip
-        assert branches == expected | ({(texts[row][-1], *phrase)} if phrase else set())
-    nothing = both.start([torch.tensor([1])], 9, [None])(context([[1, 2, 3]]))
-    assert nothing.trees[0] is tree  # without a copy only the heads' tree is verified
+class Tokens:
+    """In place of heads: fills the tree with given tokens."""
+
+    def __init__(self, tree, rows):
+        self.trees, self.rows = {1: tree}, rows
+
+    def start(self, prompts, max_new_tokens, generators):
+        return lambda context: Draft([self.trees[1]] * len(self.rows), torch.tensor(self.rows))
+
+
+def lines(draft, row):
+    """The token strings from the root to every node of a row's tree; a string that stands twice is an error."""
+    tokens, tree = draft.tokens[row].tolist(), draft.trees[row]
+    told = [tuple(tokens[ancestor] for ancestor in line) for line in tree.ancestors]
+    assert len(set(told)) == len(told)
+    return set(told)
+
+
+@given(st.data())
+def test_a_copied_phrase_goes_on_where_the_heads_tree_leads_to_its_tokens(data):
+    paths = data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=5))
+    tree, num_tokens = Tree.from_paths(paths), data.draw(st.integers(1, 6))
+    text = data.draw(st.lists(st.integers(0, 3), min_size=3, max_size=12))
+    rows = []
+    for _ in range(2):
+        tokens = [text[-1]]
+        for path, parent in zip(tree.paths[1:], tree.parents[1:], strict=True):
+            siblings = {tokens[other] for other in tree.children[parent] if other < len(tokens)}
+            tokens.append(data.draw(st.sampled_from([token for token in range(6) if token not in siblings])))
+            assert path
+        rows.append(tokens)
+    both = MedusaLookupDrafter(Tokens(tree, rows), PromptLookupDrafter(num_tokens, 2, 1))
+    new = [7, 8, text[-1]]  # what came before this text says nothing of it: the second row has no copy
+    draft = both.start([torch.tensor([1])] * 2, 9, [None, None])(context([text, [9, *new[:2], 6]]))
+    alone = [lines(Draft([tree], torch.tensor([row])), 0) for row in rows]
+    copy = NgramIndex(2, 1)
+    copy.extend(text)
+    copied = copy.continuation(tree.depth + num_tokens)
+    assert lines(draft, 1) == alone[1]
+    if copied is None:
+        assert draft.tokens.tolist() == rows
+        return
+    length = max(1, num_tokens - tree.depth)
+    known = max(depth for depth in range(tree.depth + 1) if (text[-1], *copied[:depth]) in alone[0])
+    phrase = [(text[-1], *copied[:depth]) for depth in range(known + length + 1)]
+    assert lines(draft, 0) == alone[0] | set(phrase)
+    assert draft.tokens.shape == (2, tree.size + length)
+    assert both.max_size == tree.size + length
+
+
+def test_without_a_copy_only_the_heads_tree_is_verified():
+    tree = Tree.chain(2)
+    both = MedusaLookupDrafter(MedusaDrafter(random_heads(), tree), PromptLookupDrafter(4, 2, 1))
+    assert both.start([torch.tensor([1])], 9, [None])(context([[1, 2, 3]])).trees[0] is tree
 
 
 @pytest.mark.parametrize("bad", [(0, 3, 2), (4, 2, 3), (4, 2, 0)])
