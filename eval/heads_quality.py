@@ -4,9 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.acceptance import Ranks, recall
 from medusa_train.eval.tree_search import best_tree, count_prefixes, expected_tokens
+from medusa_train.inference.model import MedusaModel
+from medusa_train.inference.stats import DecodeStats
+
+DECODED = 64  # tokens of an answer that is decoded while heads are trained
 
 
 def first_positions(shards: Sequence[Shard], positions: int) -> list[Shard]:
@@ -35,6 +41,14 @@ def heads_quality(ranks: Ranks, tree_size: int, max_rank: int) -> dict[str, floa
     for best in (1, 5):
         figures |= {f"top{best}_h{head}": share for head, share in enumerate(recall(ranks, best), start=1)}
     return figures
+
+
+def decoded_tokens_per_step(model: MedusaModel, prompts: Sequence[Tensor], new_tokens: int = DECODED) -> float:
+    """Tokens per step of real greedy decoding: ``new_tokens`` at most after each prompt, ``(T,)`` token ids."""
+    stats = DecodeStats()
+    for prompt in prompts:
+        model.generate(prompt, new_tokens, stats=stats)
+    return stats.tokens_per_step
 
 
 def cross_fitted_tokens_per_step(ranks: Ranks, tree_size: int, max_rank: int) -> float:

@@ -244,6 +244,8 @@ class TrainingSection(_Section):
     """How many positions of the calibration answers an evaluation looks at."""
     eval_tree_size: int = Field(16, ge=1)
     """Tokens per pass of the tree whose tokens per step are measured."""
+    eval_prompts: int = Field(0, ge=0)
+    """In an evaluation, also decode answers of 64 tokens to so many calibration prompts; 0: count positions alone."""
     metric_for_best_model: Literal["tokens_per_step", "loss"] = "tokens_per_step"
     load_best_model_at_end: bool = True
     """Keep the best evaluated checkpoint and end with it; false, or without evaluation: the last."""
@@ -276,6 +278,8 @@ class TrainingSection(_Section):
             raise ValueError("save_steps must be a multiple of eval_steps, so that the best can be kept")
         if self.early_stopping_patience and not self.steps_between_evaluations:
             raise ValueError("early_stopping_patience needs evaluations; leave out eval_steps: 0")
+        if self.eval_prompts and not self.steps_between_evaluations:
+            raise ValueError("eval_prompts needs evaluations; leave out eval_steps: 0")
         return self
 
     @model_validator(mode="after")
@@ -296,7 +300,7 @@ class TrainingSection(_Section):
 
     def trainer_arguments(self) -> dict[str, Any]:
         """What goes to `transformers.TrainingArguments`."""
-        ours = {"mode", "pack_tokens", "eval_positions", "eval_tree_size", "early_stopping_patience"}
+        ours = {"mode", "pack_tokens", "eval_positions", "eval_tree_size", "eval_prompts", "early_stopping_patience"}
         loss = {"loss_scale", "loss_decay", "soft_share", "soft_temperature", "weight_by_acceptance"}
         return self.model_dump(exclude=ours | loss | {"use_liger_kernel"}) | {
             "eval_steps": self.steps_between_evaluations or None,

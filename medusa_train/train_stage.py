@@ -67,10 +67,12 @@ def run_train(job: Job) -> dict[str, Any]:
         answers_seen = first_rows(job.rows("calibration"), training.eval_positions)
         states = partial(joint.shards, answers_seen, recipe.data.cache_batch_tokens)
         # A fresh adapter changes nothing, so the first states are the backbone's own.
-        evaluation = Evaluation(states(), training.eval_tree_size, recipe.inference.max_rank, states)
+        evaluation = Evaluation(states(), training.eval_tree_size, recipe.inference.max_rank, states, _prompts(job))
     elif training.steps_between_evaluations:
         calibration = first_positions(read_cache(folder.stage("cache") / "calibration"), training.eval_positions)
-        evaluation = Evaluation(calibration, training.eval_tree_size, recipe.inference.max_rank)
+        evaluation = Evaluation(
+            calibration, training.eval_tree_size, recipe.inference.max_rank, prompts=_prompts(job)
+        )
     trainer = train_heads(
         model, backbone, dataset,
         folder.stage("train"),
@@ -104,6 +106,12 @@ def run_train(job: Job) -> dict[str, Any]:
         **_best(trainer.state, training.metric_for_best_model),
         **drift,
     }
+
+
+def _prompts(job: Job) -> list[Tensor]:
+    """What an evaluation decodes answers to: calibration texts up to their first answer."""
+    count = job.recipe.training.eval_prompts
+    return [torch.tensor(row.input_ids[: row.spans[0][0]]) for row in job.rows("calibration")[:count]] if count else []
 
 
 def _coverage(kept: Tensor, shards: Sequence[Shard]) -> float:

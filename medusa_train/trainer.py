@@ -24,7 +24,8 @@ from medusa_train.data.dataset import IGNORED, HeadsDataset
 from medusa_train.data.hidden_states import Shard
 from medusa_train.data.packing import PackedRows
 from medusa_train.eval.acceptance import token_ranks
-from medusa_train.eval.heads_quality import heads_quality
+from medusa_train.eval.heads_quality import decoded_tokens_per_step, heads_quality
+from medusa_train.eval.tree_search import best_tree, count_prefixes
 from medusa_train.inference.backbone import Backbone
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
@@ -47,12 +48,14 @@ class Evaluation:
         max_rank: best tokens of a head that it may use.
         current: makes the states of these answers anew, where training changes what heads read; ``shards`` then hold
             the states that they imitate.
+        prompts: ``(T,)`` token ids each, that an answer is decoded to.
     """
 
     shards: Sequence[Shard]
     tree_size: int = 16
     max_rank: int = 10
     current: Callable[[], Sequence[Shard]] | None = None
+    prompts: Sequence[Tensor] = ()
 
 
 class HeadsForTraining(nn.Module):
@@ -217,6 +220,13 @@ class HeadsTrainer(Trainer):
         read = HeadsDataset(shards, heads.config.num_heads)
         ranks = token_ranks(MedusaModel(self.backbone, heads), shards)
         figures = heads_quality(ranks, self.evaluation.tree_size, self.evaluation.max_rank)
+        if self.evaluation.prompts:
+            training = self.model.training
+            self.model.train(False)  # the adapter of a backbone that is trained as well has dropout
+            tree = best_tree(count_prefixes(ranks.calibration(), self.evaluation.max_rank), self.evaluation.tree_size)
+            decoding = MedusaModel(self.backbone, heads, tree)
+            figures["decoded_tokens_per_step"] = decoded_tokens_per_step(decoding, self.evaluation.prompts)
+            self.model.train(training)
         loss, parts = 0.0, torch.zeros_like(self._parts)
         with self.accelerator.autocast():
             for indices in torch.arange(len(self.eval_dataset)).split(self.args.eval_batch_size):

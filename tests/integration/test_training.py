@@ -287,6 +287,46 @@ def test_evaluation_does_not_change_what_is_learnt(train, monkeypatch):
     assert_same_weights(often, train(last, "training.eval_steps=0", name="never"))
 
 
+@pytest.mark.parametrize("lora", [(), ("training.mode=online", "lora={r: 2, dropout: 0.5}")])
+def test_an_evaluation_may_decode_answers(train, cached, monkeypatch, lora):
+    """With what it measures, the last heads, on prompts of the calibration split, and without leaving a trace."""
+    for name in ("run", "positions alone"):  # what an online run makes of the answers is not the cache of others
+        ignored = shutil.ignore_patterns("cache") if lora else None
+        shutil.copytree(cached.parent / "run", train.folder.parent / name, ignore=ignored)
+    decoded, original = [], medusa_train.trainer.decoded_tokens_per_step
+    evaluate, modes = medusa_train.trainer.HeadsTrainer.evaluate, []
+
+    def evaluated(self, *args, **kwargs):
+        modes.append(self.model.training)
+        metrics = evaluate(self, *args, **kwargs)
+        modes.append(self.model.training)
+        return metrics
+
+    monkeypatch.setattr(medusa_train.trainer.HeadsTrainer, "evaluate", evaluated)
+
+    def watched(model, prompts):
+        dropouts = [module for module in model.backbone.model.modules() if isinstance(module, torch.nn.Dropout)]
+        assert len(dropouts) == (14 if lora else 0)
+        assert not any(dropout.training for dropout in dropouts)
+        expected = sum(model.generate(prompt, 64).stats.passes for prompt in prompts)
+        made = sum(len(model.generate(prompt, 64).new_tokens[0]) - 1 for prompt in prompts)
+        decoded.append((model.tree.size, [prompt.tolist() for prompt in prompts], made / expected))
+        return original(model, prompts)
+
+    monkeypatch.setattr(medusa_train.trainer, "decoded_tokens_per_step", watched)
+    always = ("training.load_best_model_at_end=false", "training.num_train_epochs=1", *lora)
+    job = train(*always, "training.eval_prompts=2", "training.eval_tree_size=4")
+    told = [entry["eval_decoded_tokens_per_step"] for entry in history(job) if "eval_loss" in entry]
+    assert told == [pytest.approx(figure) for _, _, figure in decoded]
+    assert told
+    assert all(modes)
+    assert all(1 <= figure <= 3 for figure in told)
+    rows = job.rows("calibration")[:2]
+    wanted = [row.input_ids[: row.spans[0][0]] for row in rows]
+    assert all(size == 4 and prompts == wanted for size, prompts, _ in decoded)
+    assert_same_weights(job, train(*always, name="positions alone"))
+
+
 def test_an_evaluation_reports_every_head(train):
     evaluated = [entry for entry in history(train()) if "eval_loss" in entry][-1]
     parts = {"tokens_per_step", "loss"} | {f"{name}_h{k}" for name in ("loss", "top1", "top5") for k in (1, 2)}

@@ -24,6 +24,8 @@ def test_an_evaluation_line_names_every_head():
     assert evaluation_line(logs, 200, 528) == (
         "step 200/528 · calibration: 1.840 tokens/step · loss 3.010 · top-1/5 h1 0.11/0.51 h2 0.12/0.52"
     )
+    decoded = evaluation_line(logs | {"eval_decoded_tokens_per_step": 1.79}, 200, 528)
+    assert "1.840 tokens/step, 1.790 decoded · loss" in decoded
 
 
 @pytest.mark.parametrize("tracker", ["wandb", "tensorboard", "trackio"])
