@@ -107,8 +107,8 @@ def pass_masks(backbone: Backbone, positions: Tensor, lengths: Tensor, ancestors
         ancestors: ``(B or 1, N, N)`` bool, `Tree.ancestor_mask`.
 
     Returns:
-        ``(B, 1, N, N + visible)``, bool for sdpa and additive for eager attention; a dict by layer type for models
-        that mix them.
+        ``(B, 1, N, N + visible)``, bool for transformers' sdpa and additive for others, so that not every layer makes
+        it anew; a dict by layer type for models that mix them.
     """
     rows, nodes = positions.shape
     columns = torch.arange(visible, device=positions.device)
@@ -128,7 +128,7 @@ def pass_masks(backbone: Backbone, positions: Tensor, lengths: Tensor, ancestors
 
 
 def _as_model_takes_it(backbone: Backbone, allowed: Tensor) -> Tensor:
-    if backbone.model.config._attn_implementation == "eager":
+    if backbone.model.config._attn_implementation in ("eager", GROUPED):
         blocked = torch.finfo(backbone.dtype).min
         return torch.zeros_like(allowed, dtype=backbone.dtype).masked_fill(~allowed, blocked)[:, None]
     return allowed[:, None]

@@ -70,9 +70,7 @@ def run_train(job: Job) -> dict[str, Any]:
         evaluation = Evaluation(states(), training.eval_tree_size, recipe.inference.max_rank, states, _prompts(job))
     elif training.steps_between_evaluations:
         calibration = first_positions(read_cache(folder.stage("cache") / "calibration"), training.eval_positions)
-        evaluation = Evaluation(
-            calibration, training.eval_tree_size, recipe.inference.max_rank, prompts=_prompts(job)
-        )
+        evaluation = Evaluation(calibration, training.eval_tree_size, recipe.inference.max_rank, prompts=_prompts(job))
     trainer = train_heads(
         model, backbone, dataset,
         folder.stage("train"),

@@ -109,6 +109,15 @@ def answer(histogram, seconds, batch_size=1):
     return Answer("k", "q", "medusa", 0, [Turn(1 + steps, 1, 1.0, seconds, "", histogram=histogram)], batch_size)
 
 
+@pytest.mark.parametrize("arm", ["medusa", "medusa-lookup"])
+def test_a_batch_is_decoded_with_its_own_tree(arm, tiny_llama):
+    model = MedusaModel(tiny_llama, random_heads(), Tree.from_paths(PATHS), batch_trees={2: Tree.chain(1)})
+    for rows, size in ((1, len(PATHS) + 1), (2, 2), (3, 2)):
+        texts = [torch.tensor([5, 6 + row, 7]) for row in range(rows)]  # in which nothing repeats
+        out = model.generate(texts, 10, max_steps=1, eos_token_ids=(), drafter=DRAFTERS[arm](model, None))
+        assert out.stats.pass_sizes == {size: 1}
+
+
 def test_categories_are_of_their_own_prompts_and_a_quick_end_has_no_speed():
     questions = [Question([], category=kind) for kind in ("qa", "writing", "qa", "", "math")]
     found = [answer({2: 3}, 1.0), answer({1: 4}, 2.0), answer({4: 1}, 1.0), answer({9: 9}, 1.0), answer({}, 0.0)]
