@@ -51,8 +51,13 @@ def count_prefixes(ranks: Tensor, max_rank: int) -> PrefixCounts:
 
 def best_tree(prefixes: PrefixCounts, size: int) -> Tree:
     """The tree of at most ``size`` tokens per pass (root included) with the most expected tokens per step."""
+    return Tree.from_paths(best_nodes(prefixes, size - 1))
+
+
+def best_nodes(prefixes: PrefixCounts, count: int) -> list[RankPath]:
+    """The ``count`` most frequent prefixes, the most frequent first and each after its own prefixes."""
     ordered = sorted(prefixes.counts.items(), key=lambda item: (-item[1], len(item[0]), item[0]))
-    return Tree.from_paths(path for path, _ in ordered[: size - 1])
+    return [path for path, _ in ordered[:count]]
 
 
 def rank_shares(ranks: Tensor, present: Tensor, max_rank: int) -> Tensor:

@@ -3,7 +3,8 @@
 A static tree is right on average; some steps deserve a deep chain and some nothing. `AdaptiveDrafter` ranks the nodes
 of a larger tree by how likely each is accepted (the product of the heads' calibrated probabilities down its path), and
 verifies as many of the best as give the most expected tokens per second on this device. A path is never likelier than
-its prefix, so the best n nodes are always a tree.
+its prefix, so the best n nodes are always a tree. The larger tree is as large as a pass may be for the rows at hand,
+since every node of it has to be drafted.
 
 Confidence alone is not trusted: the expected gain is scaled by what past steps really accepted. When no size beats
 plain decoding, steps draft nothing for a while, then a small tree probes whether drafting pays again.
@@ -14,7 +15,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -24,11 +26,12 @@ from medusa_train.inference.candidates import Embed, ShapeLogits, TreeFiller
 from medusa_train.inference.drafters import Context, Drafting, find_copies
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
-from medusa_train.inference.tree import Tree
+from medusa_train.inference.tree import RankPath, Tree
 from medusa_train.inference.verify import Draft, Generators
 
 TRUST_DECAY = 0.95  # weight of the past, per step, in the ratio of accepted to expected drafts
 PROBE_EVERY = 16  # plain steps before a probe
+MOST_COSTLY = 2.0  # plain steps: a longer one would need two tokens to break even, which shorter ones get as well
 
 
 # Rows of a batch -> tokens per row and pass -> seconds of a whole step on this device. One row is always among them,
@@ -41,16 +44,21 @@ class Calibration:
     """What adaptive drafting needs to know; measured by ``medusa-train tree``.
 
     Attributes:
-        superset: the nodes to choose from.
+        nodes: to choose from, the most often accepted first, each after its parent; the root is not named.
         temperatures: per head, divides its logits so that its probabilities are those of being right.
         step_seconds: see `StepSeconds`.
     """
 
-    superset: Tree
+    nodes: tuple[RankPath, ...]
     temperatures: tuple[float, ...]
     step_seconds: StepSeconds
 
     def __post_init__(self) -> None:
+        known = {()}
+        for path in self.nodes:
+            if path in known or path[:-1] not in known:
+                raise UserError("tree: the nodes to choose from must be named once each, after their parents")
+            known.add(path)
         if len(self.temperatures) < self.superset.depth or not all(t > 0 for t in self.temperatures):
             raise UserError(f"tree: {self.superset.depth} positive temperatures are needed, got {self.temperatures}")
         if 1 not in self.step_seconds or not all(rows > 0 for rows in self.step_seconds):
@@ -63,6 +71,15 @@ class Calibration:
         if max(curves[0]) > self.superset.size:
             raise UserError(f"tree: step_seconds has size {max(curves[0])}, the tree {self.superset.size}")
 
+    @cached_property
+    def superset(self) -> Tree:
+        """All nodes."""
+        return self.best(1 + len(self.nodes))
+
+    def best(self, size: int) -> Tree:
+        """The tree of the most often accepted nodes, of ``size`` tokens per pass."""
+        return Tree.from_paths(self.nodes[: size - 1])
+
     @property
     def sizes(self) -> list[int]:
         """Tokens per row and pass whose steps were timed."""
@@ -70,7 +87,7 @@ class Calibration:
 
     def to_json(self) -> dict[str, Any]:
         return {
-            "superset": [list(path) for path in self.superset.paths if path],
+            "nodes": [list(path) for path in self.nodes],
             "temperatures": list(self.temperatures),
             "step_seconds": {
                 str(rows): {str(size): seconds for size, seconds in curve.items()}
@@ -80,8 +97,12 @@ class Calibration:
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Calibration:
+        # Checked as a tree first: a file may ask for anything.
+        tree = Tree.from_paths(content["nodes"])
+        if tree.size != 1 + len(content["nodes"]):
+            raise UserError("tree: the nodes to choose from must be named once each, with their parents")
         return cls(
-            Tree.from_paths(content["superset"]),
+            tuple(map(tuple, content["nodes"])),
             tuple(map(float, content["temperatures"])),
             {
                 int(rows): {int(size): float(seconds) for size, seconds in curve.items()}
@@ -113,13 +134,15 @@ class AdaptiveDrafter:
         Raises:
             UserError: the superset does not fit the heads, or the size is not one of 2..superset.size.
         """
-        superset = calibration.superset
-        self._config, self._filler = heads.config, TreeFiller(heads, superset, embed)
-        if size is not None and not 2 <= size <= superset.size:
-            raise UserError(f"a dynamic tree needs a size from 2 to {superset.size}, got {size}")
-        self.calibration, self.size, self._shape_logits = calibration, size, shape_logits
+        largest = calibration.superset.size
+        if size is not None and not 2 <= size <= largest:
+            raise UserError(f"a dynamic tree needs a size from 2 to {largest}, got {size}")
+        calibration.superset.check(heads.config.num_heads, heads.config.projection_size)
+        self._config, self._shape_logits = heads.config, shape_logits
+        self.calibration, self.size = calibration, size
         self.max_size = size or max(calibration.sizes)
-        self._subtree = lru_cache(maxsize=1024)(self._make_subtree)
+        self._filler = lru_cache(lambda nodes: TreeFiller(heads, calibration.best(nodes), embed))
+        self._subtree = lru_cache(maxsize=1024)(_subtree)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         sizes = [self.size] if self.size else self.calibration.sizes
@@ -131,7 +154,8 @@ class AdaptiveDrafter:
             chooser.observe([context.accepted[row] for row in context.active])
             if chooser.rests():
                 return Draft([plain] * rows, context.roots[:, None])
-            tokens, chances = self._filler.tokens_and_chances(
+            filler = self._filler(self.calibration.superset.size if self.size else chooser.largest(rows))
+            tokens, chances = filler.tokens_and_chances(
                 context.hidden, context.roots, self.calibration.temperatures, find(context), self._shape_logits
             )
             ordered = chances[:, 1:].sort(
@@ -142,13 +166,14 @@ class AdaptiveDrafter:
             picked = [sorted(line[: size - 1]) for line in order]
             index = torch.tensor(picked, device=tokens.device, dtype=torch.long)
             own = torch.cat([tokens[:, :1], tokens[:, 1:].gather(1, index)], dim=1)
-            return Draft([self._subtree(tuple(nodes)) for nodes in picked], own)
+            return Draft([self._subtree(filler.tree, tuple(nodes)) for nodes in picked], own)
 
         return draft
 
-    def _make_subtree(self, nodes: tuple[int, ...]) -> Tree:
-        paths = self.calibration.superset.paths
-        return Tree((paths[0], *(paths[node + 1] for node in nodes)))
+
+def _subtree(tree: Tree, nodes: tuple[int, ...]) -> Tree:
+    """The root and ``nodes``, counted without it."""
+    return Tree((tree.paths[0], *(tree.paths[node + 1] for node in nodes)))
 
 
 class SizeChooser:
@@ -164,6 +189,7 @@ class SizeChooser:
         self._accepted = self._promised = 10.0
         self._pending = 0.0
         self._resting = 0
+        self._seconds = lru_cache(self._reckon)
 
     @property
     def trust(self) -> float:
@@ -183,13 +209,25 @@ class SizeChooser:
             return True
         return False
 
+    def _reckon(self, rows: int) -> dict[int, float]:
+        return {size: reckon_seconds(self.step_seconds, size, rows) for size in self.sizes}
+
+    def largest(self, rows: int) -> int:
+        """The most tokens per row that a pass of so many rows may hold (`MOST_COSTLY`)."""
+        seconds, plain = self._seconds(rows), reckon_seconds(self.step_seconds, 1, rows)
+        worth = [size for size in self.sizes if size > 1 and seconds[size] <= MOST_COSTLY * plain]
+        return max(worth, default=min(size for size in self.sizes if size > 1))
+
     def choose(self, chances: Sequence[Sequence[float]], rows: int = 1) -> int:
         """Tokens per row and pass, given the node chances of each active row, best first, and how many rows pass."""
         if len(self.sizes) == 1:
             return self.sizes[0]
-        promised = {size: sum(sum(row[: size - 1]) for row in chances) / len(chances) for size in self.sizes}
-        seconds = {size: reckon_seconds(self.step_seconds, size, rows) for size in self.sizes}
-        speed = {size: (1 + self.trust * promised[size]) / seconds[size] for size in self.sizes}
+        gains = [sum(column) / len(chances) for column in zip(*chances, strict=True)]
+        promised = dict(enumerate(accumulate(gains, initial=0.0), start=1))  # of all sizes that these nodes make
+        seconds = self._seconds(rows)
+        speed = {
+            size: (1 + self.trust * promised[size]) / seconds[size] for size in self.sizes if size <= max(promised)
+        }
         best = max(speed, key=speed.__getitem__)
         if best == 1:
             if self._resting == 1:  # the rest is over: probe with the smallest tree

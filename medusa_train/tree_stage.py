@@ -22,6 +22,7 @@ from medusa_train.eval.step_curve import fit_step_times
 from medusa_train.eval.tree_search import (
     PrefixCounts,
     TreeChoice,
+    best_nodes,
     best_tree,
     choice_reason,
     choose_tree,
@@ -89,7 +90,8 @@ def run_tree(job: Job) -> dict[str, Any]:
     step_seconds = {
         rows: {size: ladder.choices[size].step_seconds for size in kept} for rows, ladder in ladders.items()
     }
-    calibration = Calibration(largest, fit_temperatures(model, shards), step_seconds)
+    nodes = tuple(best_nodes(prefixes, largest.size - 1))
+    calibration = Calibration(nodes, fit_temperatures(model, shards), step_seconds)
     save_tree(folder.heads, chosen, calibration, batch_trees, told)
     table = [
         {

@@ -129,7 +129,7 @@ def test_a_tree_from_the_recipe_is_used_as_it_is(recipe_file):
 
 def test_a_damaged_tree_is_made_anew(recipe_file):
     path = run(recipe_file, last="tree").folder.heads / "tree.json"
-    path.write_text('{"paths": [[0]], "adaptive": {"superset": 3}}')
+    path.write_text('{"paths": [[0]], "adaptive": {"nodes": 3}}')
     with pytest.raises(UserError, match="run medusa-train tree --overwrite"):
         run(recipe_file)
     job = run(recipe_file, last="tree", overwrite=True)

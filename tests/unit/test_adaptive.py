@@ -14,6 +14,7 @@ from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaModel, NoDrafter, Tree, UserError
 from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser, reckon_seconds
+from medusa_train.inference.candidates import TreeFiller
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
 from medusa_train.inference.heads_config import MOST_COPIED
@@ -23,7 +24,7 @@ SUPERSET = Tree.from_paths([(0, 0, 0), (0, 1, 0), (1, 0), (1, 1), (2,), (0, 0, 1
 
 
 def calibration(**changes):
-    settings = {"superset": SUPERSET, "temperatures": (1.0, 1.5, 0.7), "step_seconds": TIMES}
+    settings = {"nodes": SUPERSET.paths[1:], "temperatures": (1.0, 1.5, 0.7), "step_seconds": TIMES}
     return Calibration(**(settings | changes))
 
 
@@ -144,6 +145,23 @@ def test_the_times_of_a_batch_decide_its_size():
     assert SizeChooser({1: one, 16: {1: 1.2, 4: 1.3, 16: 4.0}}, [1, 4, 16]).choose(promise, rows=16) == 4
 
 
+def test_no_more_nodes_are_drafted_than_a_pass_of_so_many_rows_may_hold(monkeypatch):
+    times = {1: {1: 1.0, 2: 1.1, 4: 1.9, 8: 2.1}, 4: {1: 1.0, 2: 2.5, 4: 3.0, 8: 4.0}}
+    chooser = SizeChooser(times, [1, 2, 4, 8])
+    assert [chooser.largest(rows) for rows in (1, 2, 4)] == [4, 2, 2], "the smallest tree can always probe"
+    drafted, original = [], TreeFiller.tokens_and_chances
+    monkeypatch.setattr(
+        TreeFiller, "tokens_and_chances",
+        lambda self, *rest: drafted.append(self.tree) or original(self, *rest),
+    )  # fmt: skip
+    nodes = ((1,), (1, 0), (0,), (1, 0, 0), (2,), (0, 0), (3,))
+    drafter = AdaptiveDrafter(random_heads(), calibration(nodes=nodes, step_seconds=times))
+    for rows in (1, 4):
+        draft = drafter.start([torch.tensor([5])] * rows, 10, [None] * rows)(context(rows=rows))
+        assert all(set(tree.paths) <= set(drafted[-1].paths) for tree in draft.trees)
+    assert [set(tree.paths) for tree in drafted] == [{(), *nodes[:3]}, {(), *nodes[:1]}], "the most often accepted"
+
+
 def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
     chooser, sizes = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.5}}, []), []
     chooser.sizes = [1, 2, 4]
@@ -206,7 +224,7 @@ def test_a_plan_survives_saving(tmp_path):
     assert (loaded.tree, loaded.calibration) == (Tree.chain(2), plan)
     save_tree(tmp_path, Tree.chain(2))
     assert load_heads(tmp_path).calibration is None
-    content = json.loads((tmp_path / "tree.json").read_text()) | {"adaptive": {"superset": [[0]]}}
+    content = json.loads((tmp_path / "tree.json").read_text()) | {"adaptive": {"nodes": [[0]]}}
     (tmp_path / "tree.json").write_text(json.dumps(content))
     with pytest.raises(UserError, match="'adaptive' is damaged"):
         load_heads(tmp_path)
@@ -215,6 +233,8 @@ def test_a_plan_survives_saving(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
+        ({"nodes": ((0, 0), (0,))}, "after their parents"),
+        ({"nodes": ((0,), (1,), (0,))}, "once each"),
         ({"temperatures": (1.0,)}, "3 positive temperatures"),
         ({"temperatures": (1.0, 0.0, 1.0)}, "3 positive temperatures"),
         ({"step_seconds": {2: {1: 1.0}}}, "that of 1 row"),
@@ -297,12 +317,12 @@ def test_confidence_is_that_of_scaled_or_capped_logits(name):
     """A fresh head says what the backbone says, so its chances, and its temperature, are the backbone's own."""
     backbone = Backbone.wrap(make_shaping_model(name))
     heads = MedusaHeads.for_backbone(backbone, HeadsConfig(1, 1, 32, 64))
-    plan = Calibration(Tree.from_paths([(rank,) for rank in range(8)]), (1.0,), {1: {1: 1.0, 9: 1.1}})
+    plan = Calibration(tuple((rank,) for rank in range(8)), (1.0,), {1: {1: 1.0, 9: 1.1}})
     model, texts = MedusaModel(backbone, heads, Tree.chain(1), plan), torch.randint(0, 64, (40, 50))
     with torch.inference_mode():
         hidden, exact = backbone.hidden_states(texts), backbone.model(texts).logits.softmax(-1)
     drafter, seen = model.adaptive_drafter(9), []
-    filler = drafter._filler
+    filler = drafter._filler(9)
     compute = filler.tokens_and_chances
     filler.tokens_and_chances = lambda *given: seen.append(compute(*given)) or seen[-1]
     drafter.start([texts[0]], 10, [None])(Context([[5, 7]], hidden[0, -1:], torch.tensor([7]), [0], [0], [0]))
