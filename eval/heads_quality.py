@@ -43,8 +43,11 @@ def heads_quality(ranks: Ranks, tree_size: int, max_rank: int) -> dict[str, floa
     return figures
 
 
-def decoded_tokens_per_step(model: MedusaModel, prompts: Sequence[Tensor], new_tokens: int = DECODED) -> float:
-    """Tokens per step of real greedy decoding: ``new_tokens`` at most after each prompt, ``(T,)`` token ids."""
+def decoded_tokens_per_step(model: MedusaModel, prompts: Sequence[Tensor], new_tokens: int = DECODED) -> float | None:
+    """Tokens per step of real greedy decoding: ``new_tokens`` at most after each prompt, ``(T,)`` token ids.
+
+    None where every answer ended with its first token, for which no step is taken.
+    """
     stats = DecodeStats()
     for prompt in prompts:
         model.generate(prompt, new_tokens, stats=stats)

@@ -54,7 +54,7 @@ class Calibration:
     step_seconds: StepSeconds
 
     def __post_init__(self) -> None:
-        known = {()}
+        known: set[RankPath] = {()}
         for path in self.nodes:
             if path in known or path[:-1] not in known:
                 raise UserError("tree: the nodes to choose from must be named once each, after their parents")

@@ -57,7 +57,7 @@ class PackedLinear(nn.Module):
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        return _product(x, self.packed, self.bias, "none", [], "")
+        return cast(Tensor, _product(x, self.packed, self.bias, "none", [], ""))
 
 
 class JointLinear(nn.Module):

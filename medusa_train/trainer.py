@@ -225,7 +225,8 @@ class HeadsTrainer(Trainer):
             self.model.train(False)  # the adapter of a backbone that is trained as well has dropout
             tree = best_tree(count_prefixes(ranks.calibration(), self.evaluation.max_rank), self.evaluation.tree_size)
             decoding = MedusaModel(self.backbone, heads, tree)
-            figures["decoded_tokens_per_step"] = decoded_tokens_per_step(decoding, self.evaluation.prompts)
+            if decoded := decoded_tokens_per_step(decoding, self.evaluation.prompts):
+                figures["decoded_tokens_per_step"] = decoded
             self.model.train(training)
         loss, parts = 0.0, torch.zeros_like(self._parts)
         with self.accelerator.autocast():
