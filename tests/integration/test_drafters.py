@@ -209,7 +209,7 @@ def test_lookup_below_any_medusa_tree_equals_greedy(llama):
     for tree in (Tree.root_only(), Tree.chain(3), WIDE):
         model = MedusaModel(llama, random_heads(), tree)
         drafter = lookup_drafter(model, 5)
-        assert drafter.max_size == tree.size + 5
+        assert drafter.max_size == tree.size + 5 - tree.depth
         assert model.generate(torch.cat([prompt, prompt]), 40, eos_token_ids=(), drafter=drafter).new_tokens == [
             greedy(llama, torch.cat([prompt, prompt]), 40)
         ]
