@@ -259,7 +259,7 @@ class TrainingSection(_Section):
     """γ: head k counts γ^(k-1)."""
     soft_share: float = Field(0.8, ge=0, le=1)
     """α: 0 learns the tokens, 1 the backbone's distribution."""
-    soft_temperature: float = Field(2.0, gt=0)
+    soft_temperature: float = Field(4.0, gt=0)
     """Temperature of the backbone's and the head's distributions in the soft part of the loss."""
     weight_by_acceptance: bool = False
     """Count head k's loss at a position by the chance that heads 1 to k-1 are right there."""
