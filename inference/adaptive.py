@@ -6,37 +6,34 @@ verifies as many of the best as give the most expected tokens per second on this
 its prefix, so the best n nodes are always a tree. The larger tree is as large as a pass may be for the rows at hand,
 since every node of it has to be drafted.
 
+A copy (`copies`) costs nothing to draft, so it is always among what is chosen from: its tokens go on from the node of
+the heads' tree that agrees with it, each as much less likely than the one before as copies came true in this text.
+
 Confidence alone is not trusted: the expected gain is scaled by what past steps really accepted. When no size beats
 plain decoding, steps draft nothing for a while, then a small tree probes whether drafting pays again.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from medusa_train.inference.candidates import Embed, ShapeLogits, TreeFiller
-from medusa_train.inference.drafters import Context, Drafting, find_copies
+from medusa_train.inference.copies import HEADS_NGRAMS, CopyFinder, CopyRecord, copied_ids
+from medusa_train.inference.drafters import Context, Drafting
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
+from medusa_train.inference.joined_tree import JoinedTree, agreeing_node, join
+from medusa_train.inference.pass_size import SizeChooser, StepSeconds
 from medusa_train.inference.tree import RankPath, Tree
 from medusa_train.inference.verify import Draft, Generators
 
-TRUST_DECAY = 0.95  # weight of the past, per step, in the ratio of accepted to expected drafts
-PROBE_EVERY = 16  # plain steps before a probe
-MOST_COSTLY = 2.0  # plain steps: a longer one would need two tokens to break even, which shorter ones get as well
-
-
-# Rows of a batch -> tokens per row and pass -> seconds of a whole step on this device. One row is always among them,
-# and so is one token, which is plain decoding; every batch knows the same sizes.
-StepSeconds = Mapping[int, Mapping[int, float]]
+LONGEST_COPY = 8  # tokens, counted from the root
 
 
 @dataclass(frozen=True)
@@ -121,6 +118,7 @@ class AdaptiveDrafter:
         embed: Embed | None = None,
         size: int | None = None,
         shape_logits: ShapeLogits = lambda logits: logits,
+        timed_sizes: bool = False,
     ) -> None:
         """Prepare the superset.
 
@@ -130,6 +128,7 @@ class AdaptiveDrafter:
             embed: the backbone's embedding, for heads that read it.
             size: always this many tokens per pass (a dynamic tree of static shape); None adapts the size as well.
             shape_logits: what the backbone does to raw projections (`Backbone.shape_logits`).
+            timed_sizes: choose among the sizes that were timed; compiled steps have a graph for every size.
 
         Raises:
             UserError: the superset does not fit the heads, or the size is not one of 2..superset.size.
@@ -140,127 +139,93 @@ class AdaptiveDrafter:
         calibration.superset.check(heads.config.num_heads, heads.config.projection_size)
         self._config, self._shape_logits = heads.config, shape_logits
         self.calibration, self.size = calibration, size
-        self.max_size = size or max(calibration.sizes)
+        every = calibration.sizes if timed_sizes else range(1, 1 + max(calibration.sizes))
+        self.sizes = [size] if size else every
+        self.max_size = max(self.sizes)
         self._filler = lru_cache(lambda nodes: TreeFiller(heads, calibration.best(nodes), embed))
-        self._subtree = lru_cache(maxsize=1024)(_subtree)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
-        sizes = [self.size] if self.size else self.calibration.sizes
-        chooser = SizeChooser(self.calibration.step_seconds, sizes)
-        plain, find = Tree.root_only(), find_copies(self._config, len(prompts))
+        chooser = SizeChooser(self.calibration.step_seconds, self.sizes)
+        count = max(LONGEST_COPY, self._config.num_heads)
+        plain, find = Tree.root_only(), CopyFinder(len(prompts), count, *HEADS_NGRAMS)
+        records = [CopyRecord() for _ in prompts]
 
         def draft(context: Context) -> Draft:
             rows = len(context.texts)
             chooser.observe([context.accepted[row] for row in context.active])
             if chooser.rests():
                 return Draft([plain] * rows, context.roots[:, None])
+            copies = find(context.texts, context.numbers, context.active)
             filler = self._filler(self.calibration.superset.size if self.size else chooser.largest(rows))
             tokens, chances = filler.tokens_and_chances(
-                context.hidden, context.roots, self.calibration.temperatures, find(context), self._shape_logits
+                context.hidden,
+                context.roots,
+                self.calibration.temperatures,
+                copied_ids(copies, count, context.roots.device) if self._config.reads_copies else None,
+                self._shape_logits,
             )
-            ordered = chances[:, 1:].sort(
-                dim=1, descending=True, stable=True
-            )  # stable: a parent stays before its child
-            values, order = ordered.values.tolist(), ordered.indices.tolist()
-            size = chooser.choose([values[row] for row in context.active], rows)
-            picked = [sorted(line[: size - 1]) for line in order]
-            index = torch.tensor(picked, device=tokens.device, dtype=torch.long)
-            own = torch.cat([tokens[:, :1], tokens[:, 1:].gather(1, index)], dim=1)
-            return Draft([self._subtree(filler.tree, tuple(nodes)) for nodes in picked], own)
+            rates = [
+                records[number].rate(text, copy)
+                for number, text, copy in zip(context.numbers, context.texts, copies, strict=True)
+            ]
+            proposed = zip(tokens.tolist(), chances.tolist(), copies, rates, strict=True)
+            choices = [Choice.of(filler.tree, *row) for row in proposed]
+            size = chooser.choose([choices[row].chances for row in context.active], rows)
+            picked = [choice.best(size) for choice in choices]
+            nodes = max(len(tokens) for _, tokens in picked)
+            padded = [tokens + tokens[:1] * (nodes - len(tokens)) for _, tokens in picked]
+            return Draft([tree for tree, _ in picked], torch.tensor(padded, device=context.roots.device))
 
         return draft
 
 
-def _subtree(tree: Tree, nodes: tuple[int, ...]) -> Tree:
-    """The root and ``nodes``, counted without it."""
-    return Tree((tree.paths[0], *(tree.paths[node + 1] for node in nodes)))
-
-
-class SizeChooser:
-    """The number of tokens per pass with the most expected tokens per second, step after step.
+@dataclass(frozen=True)
+class Choice:
+    """What a row may have verified.
 
     Attributes:
-        trust: what past passes accepted / what confidence promised; scales promised gains.
+        joined: all nodes.
+        tokens: of its sources, the root's first.
+        order: the sources below the root, the likeliest first.
+        chances: theirs, to be accepted.
     """
 
-    def __init__(self, step_seconds: StepSeconds, sizes: Sequence[int]) -> None:
-        self.step_seconds, self.sizes = step_seconds, sizes
-        # Ten imaginary drafts that kept their promise, so that the first few steps do not decide.
-        self._accepted = self._promised = 10.0
-        self._pending = 0.0
-        self._resting = 0
-        self._seconds = lru_cache(self._reckon)
+    joined: JoinedTree
+    tokens: Sequence[int]
+    order: Sequence[int]
+    chances: Sequence[float]
 
-    @property
-    def trust(self) -> float:
-        return self._accepted / self._promised
+    @classmethod
+    def of(cls, tree: Tree, tokens: list[int], chances: list[float], copy: Sequence[int] | None, rate: float) -> Choice:
+        """Join what heads and a copy propose.
 
-    def observe(self, accepted: Sequence[int]) -> None:
-        """Learn what the last pass accepted, per row that took part."""
-        if self._pending > 0 and accepted:
-            self._accepted = TRUST_DECAY * self._accepted + sum(accepted) / len(accepted)
-            self._promised = TRUST_DECAY * self._promised + self._pending
-            self._pending = 0.0
+        Args:
+            tokens: of the heads' tree, the root's first.
+            chances: of its nodes, to be accepted; the root's is 1.
+            copy: at least `LONGEST_COPY` tokens.
+            rate: how often a copied token comes after the one before it.
+        """
+        node, length = 0, 0
+        if copy is not None:
+            node = agreeing_node(tree, tokens, copy)
+            known = len(tree.paths[node])
+            length = max(0, LONGEST_COPY - known)
+            tokens = [*tokens, *copy[known : known + length]]
+            chances = [*chances, *(chances[node] * rate**more for more in range(1, length + 1))]
+        # Stable: a parent stays before its child.
+        order = sorted(range(1, len(chances)), key=chances.__getitem__, reverse=True)
+        return cls(_joined(tree, node, length), tokens, order, [chances[source] for source in order])
 
-    def rests(self) -> bool:
-        """Whether this step drafts nothing because drafting did not pay lately."""
-        if self._resting > 1:
-            self._resting -= 1
-            return True
-        return False
-
-    def _reckon(self, rows: int) -> dict[int, float]:
-        return {size: reckon_seconds(self.step_seconds, size, rows) for size in self.sizes}
-
-    def largest(self, rows: int) -> int:
-        """The most tokens per row that a pass of so many rows may hold (`MOST_COSTLY`)."""
-        seconds, plain = self._seconds(rows), reckon_seconds(self.step_seconds, 1, rows)
-        worth = [size for size in self.sizes if size > 1 and seconds[size] <= MOST_COSTLY * plain]
-        return max(worth, default=min(size for size in self.sizes if size > 1))
-
-    def choose(self, chances: Sequence[Sequence[float]], rows: int = 1) -> int:
-        """Tokens per row and pass, given the node chances of each active row, best first, and how many rows pass."""
-        if len(self.sizes) == 1:
-            return self.sizes[0]
-        gains = [sum(column) / len(chances) for column in zip(*chances, strict=True)]
-        promised = dict(enumerate(accumulate(gains, initial=0.0), start=1))  # of all sizes that these nodes make
-        seconds = self._seconds(rows)
-        speed = {
-            size: (1 + self.trust * promised[size]) / seconds[size] for size in self.sizes if size <= max(promised)
-        }
-        best = max(speed, key=speed.__getitem__)
-        if best == 1:
-            if self._resting == 1:  # the rest is over: probe with the smallest tree
-                best, self._resting = min(size for size in self.sizes if size > 1), 0
-            else:
-                self._resting = PROBE_EVERY
-        else:
-            self._resting = 0
-        self._pending = promised[best]
-        return best
+    def best(self, size: int) -> tuple[Tree, list[int]]:
+        """The likeliest tree of so many nodes, or of all that there are, and its tokens."""
+        wanted = {0, *self.order[: size - 1]}
+        nodes = tuple(node for node, source in enumerate(self.joined.sources) if source in wanted)
+        return _subtree(self.joined.tree, nodes), [self.tokens[self.joined.sources[node]] for node in nodes]
 
 
-def reckon_seconds(step_seconds: StepSeconds, size: int, rows: int) -> float:
-    """Time of a step whose pass holds ``size`` tokens of each of ``rows`` rows: between and beyond the timed ones.
-
-    Beyond the largest timed batch, rows are taken for nodes of its trees: weights are read once per pass, and
-    products grow with its tokens, whatever row they are of.
-    """
-    batches = sorted(step_seconds)
-    if rows > batches[-1]:
-        return _read_curve(step_seconds[batches[-1]], size * rows / batches[-1])
-    return _read_curve({batch: _read_curve(step_seconds[batch], size) for batch in batches}, rows)
+_joined = lru_cache(maxsize=1024)(join)
 
 
-def _read_curve(curve: Mapping[int, float], place: float) -> float:
-    """A curve between its points, and beyond them along the slope of all of it."""
-    points = sorted(curve)
-    if place <= points[0] or len(points) == 1:
-        return curve[points[0]]
-    if place > points[-1]:
-        # The last two may lie too close together to tell; the whole curve does not.
-        slope = (curve[points[-1]] - curve[points[0]]) / (points[-1] - points[0])
-        return curve[points[-1]] + slope * (place - points[-1])
-    high = bisect_left(points, place)
-    low = points[high - 1]
-    return curve[low] + (curve[points[high]] - curve[low]) * (place - low) / (points[high] - low)
+@lru_cache(maxsize=4096)
+def _subtree(tree: Tree, nodes: tuple[int, ...]) -> Tree:
+    return Tree(tuple(tree.paths[node] for node in nodes))

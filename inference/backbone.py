@@ -152,11 +152,14 @@ class Backbone:
     def embedding_size(self) -> int:
         return int(self.model.get_input_embeddings().weight.shape[1])
 
+    @cached_property
+    def _embedding(self) -> nn.Module:  # a model looks for it anew every time
+        return cast(nn.Module, self.model.get_input_embeddings())
+
     def embed(self, token_ids: Tensor) -> Tensor:
         """Input embeddings: ``(...)`` token ids -> ``(..., embedding_size)``, without gradient."""
-        with torch.no_grad():
-            embedded: Tensor = self.model.get_input_embeddings()(token_ids)
-        return embedded.to(self.device)
+        embedded: Tensor = self._embedding(token_ids)
+        return embedded.detach().to(self.device)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Next-token logits of hidden states: ``(..., hidden)`` -> ``(..., vocab)``."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,18 +31,37 @@ class Level:
     Attributes:
         ranks: how many of the head's best tokens are used.
         parents: ``(n,)`` each node's parent in the tree.
-        lines: ``(P, depth)`` for every list of candidates, the nodes from the root to the parent that it continues.
-        above: ``(P,)`` for each of these parents, the place of its own parent among those of the level before.
-        lists: ``(n,)`` the list that each node takes its token from.
-        picks: ``(n,)`` its place in that list.
+        listed: ``(P,)`` the parents that have a list of candidates each.
+        lines: ``(P, depth)`` the nodes from the root to each of these.
+        above: ``(P,)`` for each of these, the place of its own parent among those of the level before; None if the two
+            levels have the same places.
+        places: ``(n,)`` where each node's token stands among the candidates, which are ``ranks`` of each list.
     """
 
     ranks: int
     parents: Tensor
+    listed: Tensor
     lines: Tensor
-    above: Tensor
-    lists: Tensor
-    picks: Tensor
+    above: Tensor | None
+    places: Tensor
+
+
+@dataclass(frozen=True)
+class Scored:
+    """Where the logits of a tree's nodes are among those of all levels.
+
+    Attributes:
+        list_heads: each list's head, from 0.
+        node_heads: ``(N - 1,)`` that of each node below the root.
+        node_lists: ``(N - 1,)`` the list that it is from.
+        terms: ``(N, depth)`` for every node, the nodes below the root that lead to it, the first of them 0; N - 1 for
+            none.
+    """
+
+    list_heads: Tensor
+    node_heads: Tensor
+    node_lists: Tensor
+    terms: Tensor
 
 
 class TreeFiller:
@@ -62,6 +82,7 @@ class TreeFiller:
         self.heads, self.tree, self.embed = heads, tree, embed
         device = heads.draft_token_ids.device
         self._levels = [_level(tree, depth, heads.config.reads_tokens, device) for depth in range(1, tree.depth + 1)]
+        self._scored = _scored(tree, self._levels, device)
         self._graphs = Graphs(self._tokens, device) if compiled else None
 
     def tokens(self, hidden: Tensor, roots: Tensor, copies: Tensor | None = None) -> Tensor:
@@ -80,14 +101,6 @@ class TreeFiller:
         what = f"the drafting of {self.tree.size} tokens ({len(roots)} rows{'' if copies is None else ', with copies'})"
         return self._graphs((len(roots), copies is None), what, hidden, roots, copies)
 
-    def _tokens(self, hidden: Tensor, roots: Tensor, copies: Tensor | None) -> Tensor:
-        tokens, states = roots[:, None].to(hidden.device), hidden[:, None]
-        for head, level in enumerate(self._levels):
-            states, logits = self._read(states, tokens, head, level, copies)
-            best = logits.topk(level.ranks, dim=-1).indices
-            tokens = torch.cat([tokens, self.heads.draft_token_ids[best[:, level.lists, level.picks]]], dim=1)
-        return tokens
-
     def tokens_and_chances(
         self,
         hidden: Tensor,
@@ -102,36 +115,80 @@ class TreeFiller:
             temperatures: per head, divides its logits first.
             shape_logits: what the backbone does to raw projections; it keeps their order, and so the tokens.
         """
+        seen: list[tuple[Tensor, Tensor]] = []
+        tokens = self._tokens(hidden, roots, copies, seen)
+        if not seen:
+            return tokens, torch.ones_like(tokens, dtype=torch.float32)
+        # Of all levels at once: a step waits for every small operation of drafting.
+        warmth, scored = torch.tensor(temperatures[: len(seen)], device=tokens.device), self._scored
+        logits, own = (shape_logits(torch.cat(each, dim=1)).float() for each in zip(*seen, strict=True))
+        total = (logits / warmth[scored.list_heads, None]).logsumexp(dim=-1)
+        scores = own / warmth[scored.node_heads] - total.index_select(1, scored.node_lists)
+        # Of a path: the sum down from the root, of terms that rounding must not lift above 0, so that no node is
+        # likelier than its parent.
+        padded = torch.nn.functional.pad(scores.clamp(max=0), (0, 1))
+        terms = padded.index_select(1, scored.terms.flatten()).view(len(padded), *scored.terms.shape)
+        return tokens, terms.sum(dim=-1).exp()
+
+    def _tokens(
+        self, hidden: Tensor, roots: Tensor, copies: Tensor | None, seen: list[tuple[Tensor, Tensor]] | None = None
+    ) -> Tensor:
+        """Fill level by level.
+
+        Args:
+            seen: gets every level's logits, ``(B, P, V')`` of its lists and ``(B, n)`` of its nodes' tokens.
+        """
+        config = self.heads.config
         tokens, states = roots[:, None].to(hidden.device), hidden[:, None]
-        scores = torch.zeros_like(tokens, dtype=torch.float32)
+        # Embedded once, too.
+        copied = None if copies is None else copy_embedding(self.embed, copies[:, : len(self._levels)])
+        agrees = None  # (B, N so far) whether the path to each node is that of the copy
+        if copies is not None and config.reads_tokens:
+            agrees = torch.ones_like(tokens, dtype=torch.bool)
         for head, level in enumerate(self._levels):
-            states, logits = self._read(states, tokens, head, level, copies)
-            best = logits.topk(level.ranks, dim=-1).indices
-            tokens = torch.cat([tokens, self.heads.draft_token_ids[best[:, level.lists, level.picks]]], dim=1)
-            chances = (shape_logits(logits).float() / temperatures[head]).log_softmax(dim=-1)
-            own = chances.gather(-1, best)[:, level.lists, level.picks]
-            scores = torch.cat([scores, scores[:, level.parents] + own], dim=1)
-        return tokens, scores.exp()
+            read = self._read(states, tokens, head, level, copied, agrees)
+            if config.kind == "recurrent":
+                states = read
+            logits = self.heads.project(read, head)
+            best = logits.topk(level.ranks, dim=-1)
+            drafted = self.heads.draft_token_ids[best.indices.flatten(1).index_select(1, level.places)]
+            tokens = torch.cat([tokens, drafted], dim=1)
+            if agrees is not None and copies is not None:
+                same = drafted == copies[:, head : head + 1]
+                agrees = torch.cat([agrees, agrees.index_select(1, level.parents) & same], dim=1)
+            if seen is not None:
+                seen.append((logits, best.values.flatten(1).index_select(1, level.places)))
+        return tokens
 
     def _read(
-        self, states: Tensor, tokens: Tensor, head: int, level: Level, copies: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """``(B, P, V')``, one row of logits per list of candidates; before them the states for the next level.
-
-        A recurrent drafter goes on from the states of the level above; other heads begin with the backbone's again.
-        """
-        config, path = self.heads.config, tokens[:, level.lines]
-        recurrent = config.kind == "recurrent"
-        if copies is not None:
-            copies = copies[:, None].expand(-1, len(level.lines), -1)
-        before, copied = embeddings(config, self.embed, path, copies, head if recurrent else 0)
-        origin = states[:, level.above] if recurrent else states.expand(-1, len(level.lines), -1)
-        read = self.heads.read(origin, head, before, copied)
-        return read if recurrent else states, self.heads.project(read, head)
+        self,
+        states: Tensor,
+        tokens: Tensor,
+        head: int,
+        level: Level,
+        copied: Tensor | None,
+        agrees: Tensor | None,
+    ) -> Tensor:
+        """``(B, P, hidden)``, a state per list of candidates; the same as from `embeddings` of its whole path."""
+        config, lists = self.heads.config, len(level.listed)
+        before = more = None
+        if config.kind == "recurrent":  # goes on from the states of the level above, which have read the rest
+            origin = states if level.above is None else states.index_select(1, level.above)
+            before = read_embedding(self.embed, tokens.index_select(1, level.listed)[..., None])
+        else:
+            origin = states.expand(-1, lists, -1)
+            if config.reads_tokens:
+                before = read_embedding(self.embed, tokens[:, level.lines])
+        if config.reads_copies:
+            more = origin.new_zeros(1, 1, 1, 1) if copied is None else copied[:, None, head : head + 1]
+            if agrees is not None:
+                more = more * agrees.index_select(1, level.listed)[..., None, None]
+            more = more.expand(len(origin), lists, 1, origin.shape[-1])
+        return self.heads.read(origin, head, before, more)
 
 
 def embeddings(
-    config: HeadsConfig, embed: Embed | None, path: Tensor, copies: Tensor | None, since: int = 0
+    config: HeadsConfig, embed: Embed | None, path: Tensor, copies: Tensor | None
 ) -> tuple[Tensor | None, Tensor | None]:
     """What heads read beside the hidden state, None for what they do not.
 
@@ -140,43 +197,74 @@ def embeddings(
         path: ``(..., d)`` ids of the root and the tokens after it.
         copies: ``(..., m >= d)`` what followed the root's words before, `NO_COPY` where nothing did; None where it is
             nowhere.
-        since: the first token of the path that is wanted.
 
     Returns:
-        Embeddings ``(..., d - since, hidden)`` of the path, and of the copied token after each of its tokens, zeros
-        where the path is not that of the copy. Heads that do not read the path cannot know that, and are given the
-        whole copy.
+        Embeddings ``(..., d, hidden)``, see `read_embedding`, of the path, and of the copied token after each of its
+        tokens, zeros where the path is not that of the copy. Heads that do not read the path cannot know that, and are
+        given the whole copy.
     """
-    if not config.reads_embeddings:
-        return None, None
+    before = copied = None
+    if config.reads_tokens:
+        before = read_embedding(embed, path)
+    if config.reads_copies:
+        if copies is None:
+            found = torch.full_like(path, NO_COPY)
+        else:
+            found = agreeing(copies, path) if config.reads_tokens else copies[..., : path.shape[-1]]
+        copied = copy_embedding(embed, found)
+    return before, copied
+
+
+def read_embedding(embed: Embed | None, token_ids: Tensor) -> Tensor:
+    """Embeddings as heads read them, ``(...)`` ids to ``(..., hidden)``.
+
+    Embeddings of different models differ in scale by orders of magnitude; hidden states are normed already.
+    """
     assert embed is not None, "these heads read the backbone's embeddings"
-    wanted = path[..., since:]
-    if not config.reads_copies:
-        return embed(wanted), None
-    if copies is None:
-        before = embed(wanted)
-        return (before if config.reads_tokens else None), torch.zeros_like(before)
-    found = (agreeing(copies, path) if config.reads_tokens else copies[..., : path.shape[-1]])[..., since:]
-    known = (found != NO_COPY)[..., None]
-    if not config.reads_tokens:
-        return None, embed(found.clamp(min=0)) * known
-    # Of both at once: a step waits for every small operation of drafting.
-    before, copied = embed(torch.cat([wanted, found.clamp(min=0)], dim=-1)).split(wanted.shape[-1], dim=-2)
-    return before, copied * known
+    embedded = embed(token_ids)
+    return torch.nn.functional.rms_norm(embedded, embedded.shape[-1:])
+
+
+def copy_embedding(embed: Embed | None, copies: Tensor) -> Tensor:
+    """`read_embedding` of copied tokens, zeros for `NO_COPY`."""
+    return read_embedding(embed, copies.clamp(min=0)) * (copies != NO_COPY)[..., None]
 
 
 def _level(tree: Tree, depth: int, list_per_parent: bool, device: torch.device) -> Level:
     nodes = [node for node, path in enumerate(tree.paths) if len(path) == depth]
     parents = [tree.parents[node] for node in nodes]
     listed = sorted(set(parents)) if list_per_parent else parents[:1]
-    place = {parent: i for i, parent in enumerate(listed)}
+    # The level before has a list for each parent of its own nodes.
     before = sorted({tree.parents[node] for node, path in enumerate(tree.paths) if len(path) == depth - 1})
+    above = [before.index(tree.parents[parent]) for parent in listed]
     picks = [tree.paths[node][-1] for node in nodes]
+    ranks = 1 + max(picks)
+    place = {parent: ranks * i for i, parent in enumerate(listed)}
     return Level(
-        ranks=1 + max(picks),
+        ranks=ranks,
         parents=torch.tensor(parents, device=device),
+        listed=torch.tensor(listed, device=device),
         lines=torch.tensor([tree.ancestors[parent] for parent in listed], device=device),
-        above=torch.tensor([before.index(tree.parents[parent]) for parent in listed], device=device),
-        lists=torch.tensor([place.get(parent, 0) for parent in parents], device=device),
-        picks=torch.tensor(picks, device=device),
+        above=None if above == list(range(len(before))) else torch.tensor(above, device=device),
+        places=torch.tensor([place.get(parent, 0) + pick for parent, pick in zip(parents, picks, strict=True)]).to(
+            device
+        ),
+    )
+
+
+def _scored(tree: Tree, levels: Sequence[Level], device: torch.device) -> Scored:
+    starts = [0, *accumulate(len(level.listed) for level in levels)]
+    list_heads = [head for head, level in enumerate(levels) for _ in level.listed]
+    node_lists = [
+        start + int(place) // level.ranks
+        for start, level in zip(starts, levels, strict=False)
+        for place in level.places
+    ]
+    paths = [[node - 1 for node in line[1:]] for line in tree.ancestors]
+    terms = [path + [tree.size - 1] * (tree.depth - len(path)) for path in paths]
+    return Scored(
+        torch.tensor(list_heads, device=device, dtype=torch.long),
+        tree.depths[1:].to(device) - 1,
+        torch.tensor(node_lists, device=device, dtype=torch.long),
+        torch.tensor(terms, device=device, dtype=torch.long),
     )

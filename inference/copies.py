@@ -76,6 +76,41 @@ class CopyFinder:
         return copies
 
 
+class CopyRecord:
+    """How often what was copied for one text came true, token after token."""
+
+    def __init__(self) -> None:
+        """Begin: a copied token is as often right as wrong, until the text says otherwise."""
+        self._right, self._seen = 1.0, 2.0
+        self._copy: Sequence[int] = ()
+        self._length = 0
+
+    def rate(self, text: Sequence[int], copy: Sequence[int] | None) -> float:
+        """Learn what became of the last copy.
+
+        Args:
+            text: the one of the last call grown longer.
+            copy: what may follow now.
+
+        Returns:
+            The share of copied tokens, each behind right ones, that were right.
+        """
+        for copied, token in zip(self._copy, text[self._length :], strict=False):
+            self._seen += 1
+            if copied != token:
+                break
+            self._right += 1
+        self._copy, self._length = copy or (), len(text)
+        return self._right / self._seen
+
+
+def copied_ids(copies: Sequence[Sequence[int] | None], count: int, device: torch.device) -> Tensor | None:
+    """Copies of ``count`` tokens as ``(B, count)`` ids, `NO_COPY` where there is none; None where no row has any."""
+    if not any(copies):
+        return None
+    return torch.tensor([copy or [NO_COPY] * count for copy in copies], device=device)
+
+
 def copies_in(text: Sequence[int], start: int, end: int) -> Tensor:
     """The copies that heads would read as a text was written.
 

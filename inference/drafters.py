@@ -11,11 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import torch
 from torch import Tensor
 
 from medusa_train.inference.candidates import Embed, TreeFiller
-from medusa_train.inference.copies import HEADS_NGRAMS, NO_COPY, CopyFinder
+from medusa_train.inference.copies import HEADS_NGRAMS, CopyFinder, copied_ids
 from medusa_train.inference.heads import MedusaHeads
 from medusa_train.inference.heads_config import HeadsConfig
 from medusa_train.inference.tree import Tree
@@ -126,12 +125,10 @@ def find_copies(config: HeadsConfig, rows: int) -> Callable[[Context], Tensor | 
     """
     if not config.reads_copies:
         return lambda context: None
-    find, none = CopyFinder(rows, config.num_heads, *HEADS_NGRAMS), [NO_COPY] * config.num_heads
+    find = CopyFinder(rows, config.num_heads, *HEADS_NGRAMS)
 
     def copies(context: Context) -> Tensor | None:
         found = find(context.texts, context.numbers, context.active)
-        if not any(found):
-            return None
-        return torch.tensor([copy or none for copy in found], device=context.roots.device)
+        return copied_ids(found, config.num_heads, context.roots.device)
 
     return copies

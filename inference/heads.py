@@ -112,10 +112,10 @@ class MedusaHeads(nn.Module):
         Args:
             hidden: ``(..., hidden)`` last hidden states.
             head: ``0..K-1``.
-            before: ``(..., head + 1, hidden)`` embeddings (`Backbone.embed`) of the root and the tokens drafted since;
-                medusa heads do not look at them.
+            before: ``(..., head + 1, hidden)`` embeddings of the root and the tokens drafted since, as
+                `candidates.embeddings` makes them; medusa heads do not look at them.
             copied: ``(..., head + 1, hidden)`` embeddings of the copied token after each of these, zeros for none;
-                only heads with ``reads_copies`` look at them. See `candidates.embeddings`.
+                only heads with ``reads_copies`` look at them.
 
         Returns:
             ``(..., V')``.
@@ -172,10 +172,7 @@ class MedusaHeads(nn.Module):
             reads.append(copied[..., -runs:, :])
         if not reads:
             return [()]
-        # Of both at once: a norm is a dozen small operations, and a step waits for each of them.
-        parts = list(
-            _normed(torch.cat([each.to(hidden) for each in reads], dim=-2)).split([e.shape[-2] for e in reads], -2)
-        )
+        parts = [each.to(hidden) for each in reads]
         more = [part.flatten(-2)[..., None, :] if part.shape[-2] != runs else part for part in parts]
         return list(zip(*(part.unbind(-2) for part in more), strict=True))
 
@@ -191,11 +188,6 @@ class MedusaHeads(nn.Module):
         from medusa_train.inference.checkpoint import load_heads
 
         return load_heads(folder).heads
-
-
-def _normed(embedded: Tensor) -> Tensor:
-    # Embeddings of different models differ in scale by orders of magnitude; hidden states are normed already.
-    return nn.functional.rms_norm(embedded, embedded.shape[-1:])
 
 
 def check_embeddings(config: HeadsConfig, backbone: Backbone) -> None:

@@ -220,7 +220,10 @@ class MedusaModel:
         """
         if self.calibration is None:
             raise UserError("adaptive drafting needs calibrated heads; run: medusa-train tree RECIPE")
-        return AdaptiveDrafter(self.heads, self.calibration, self.backbone.embed, size, self.backbone.shape_logits)
+        backbone = self.backbone
+        return AdaptiveDrafter(
+            self.heads, self.calibration, backbone.embed, size, backbone.shape_logits, timed_sizes=self.step.compiled
+        )
 
     def generate(
         self,

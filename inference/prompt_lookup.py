@@ -8,7 +8,6 @@ both proposals in one pass.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from medusa_train.inference.copies import CopyFinder
 from medusa_train.inference.drafters import Context, Drafting, MedusaDrafter
 from medusa_train.inference.errors import UserError
+from medusa_train.inference.joined_tree import agreeing_node, join
 from medusa_train.inference.tree import Tree
 from medusa_train.inference.verify import Draft, Generators
 
@@ -69,11 +69,7 @@ BESIDE_HEADS = 6  # tokens of a copy, counted from the root; on a CPU, what more
 
 
 class MedusaLookupDrafter:
-    """A Medusa tree and a copied phrase, verified in one pass.
-
-    The phrase hangs below the node that its first tokens already lead to, so that no token is verified twice: where
-    heads agree with the copy it makes their path longer, and where they do not it is a branch from the root.
-    """
+    """A Medusa tree and a copied phrase, verified in one pass; see `joined_tree`."""
 
     def __init__(self, medusa: MedusaDrafter, lookup: PromptLookupDrafter | None = None) -> None:
         """Prepare the trees.
@@ -86,7 +82,7 @@ class MedusaLookupDrafter:
         self.lookup = lookup = lookup or PromptLookupDrafter(BESIDE_HEADS)
         self._lengths = {tree: max(1, lookup.num_tokens - tree.depth) for tree in medusa.trees.values()}
         self.max_size = max(tree.size + length for tree, length in self._lengths.items())
-        self._joined = lru_cache(maxsize=1024)(_join)
+        self._joined = lru_cache(maxsize=1024)(join)
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
         reach = max(tree.depth + length for tree, length in self._lengths.items())
@@ -103,7 +99,7 @@ class MedusaLookupDrafter:
                 if copy is None:  # keeps the heads' tree, behind which the rest of the pass is padding
                     rows.append(tokens + tokens[:1] * length)
                     continue
-                node = _agreeing_node(own, tokens, copy)
+                node = agreeing_node(own, tokens, copy)
                 known, joined = len(own.paths[node]), self._joined(own, node, length)
                 tokens += copy[known : known + length]
                 trees[row] = joined.tree
@@ -111,36 +107,3 @@ class MedusaLookupDrafter:
             return Draft(trees, torch.tensor(rows, device=heads.tokens.device))
 
         return draft
-
-
-def _agreeing_node(tree: Tree, tokens: Sequence[int], copy: Sequence[int]) -> int:
-    """The deepest node whose path from the root holds the copy's first tokens."""
-    node = 0
-    for token in copy:
-        child = next((child for child in tree.children[node] if tokens[child] == token), None)
-        if child is None:
-            break
-        node = child
-    return node
-
-
-@dataclass(frozen=True)
-class _Joined:
-    """A tree of heads with a chain of copied tokens below one of its nodes.
-
-    Attributes:
-        sources: for each node, its place among the tokens of the heads' tree and then the chain.
-    """
-
-    tree: Tree
-    sources: tuple[int, ...]
-
-
-def _join(heads: Tree, node: int, length: int) -> _Joined:
-    """Hang a chain of ``length`` tokens below a node."""
-    line = heads.paths[node]
-    spare = max((heads.paths[child][-1] + 1 for child in heads.children[node]), default=0)  # no token of the heads'
-    chain = [(*line, spare, *(0,) * more) for more in range(length)]
-    places = {path: place for place, path in enumerate([*heads.paths, *chain])}
-    tree = Tree.from_paths([*heads.paths, *chain])
-    return _Joined(tree, tuple(places[path] for path in tree.paths))

@@ -334,7 +334,7 @@ class InferenceSection(_Section):
 
     tree: list[list[int]] | None = None
     """Rank paths such as `[[0], [0, 0], [1]]`, or the path of a tree.json; null: chosen by measurement."""
-    tree_sizes: list[int] = Field([1, 2, 4, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
+    tree_sizes: list[int] = Field([1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, 48, 64], min_length=1)
     """Tokens per pass to try, root included."""
     batch_sizes: list[Annotated[int, Field(ge=1)]] = Field([1], min_length=1)
     """How many prompts are decoded together where steps are timed to choose a tree; others are reckoned."""

@@ -31,10 +31,11 @@ from medusa_train.eval.tree_search import (
     independent_tree,
     rank_shares,
 )
-from medusa_train.inference.adaptive import Calibration, reckon_seconds
+from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.checkpoint import TREE, save_tree
 from medusa_train.inference.files import write_json
 from medusa_train.inference.model import MedusaModel
+from medusa_train.inference.pass_size import reckon_seconds
 from medusa_train.inference.tree import Tree
 from medusa_train.job import Job
 from medusa_train.recipe import InferenceSection

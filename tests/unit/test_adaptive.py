@@ -13,11 +13,12 @@ from conftest import SHAPING_CONFIGS, make_llama, make_shaping_model, no_copies,
 from medusa_train.data.hidden_states import Shard
 from medusa_train.eval.calibration import fit_temperatures
 from medusa_train.inference import Backbone, HeadsConfig, MedusaHeads, MedusaModel, NoDrafter, Tree, UserError
-from medusa_train.inference.adaptive import PROBE_EVERY, AdaptiveDrafter, Calibration, SizeChooser, reckon_seconds
+from medusa_train.inference.adaptive import LONGEST_COPY, AdaptiveDrafter, Calibration, Choice
 from medusa_train.inference.candidates import TreeFiller
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
 from medusa_train.inference.heads_config import MOST_COPIED
+from medusa_train.inference.pass_size import PROBE_EVERY, SizeChooser, reckon_seconds
 
 TIMES = {1: {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}, 4: {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}}
 SUPERSET = Tree.from_paths([(0, 0, 0), (0, 1, 0), (1, 0), (1, 1), (2,), (0, 0, 1)])
@@ -68,6 +69,51 @@ def test_the_chosen_nodes_are_the_likeliest_tree(seed, size):
         for node, path in enumerate(tree.paths[1:], start=1):
             assert int(draft.tokens[row, node]) == int(best[len(path) - 1].indices[path[-1]])
         assert int(draft.tokens[row, 0]) == 7
+
+
+@settings(deadline=None)
+@given(st.data())
+def test_copied_tokens_are_chosen_beside_the_heads_by_their_chances(data):
+    """Against all nodes by their paths of tokens: the best of them, none twice, each after its parent."""
+    tree = Tree.from_paths(data.draw(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=3), max_size=6)))
+    tokens, chances = [50], [1.0]
+    for node, parent in enumerate(tree.parents[1:], start=1):
+        taken = {tokens[other] for other in tree.children[parent] if other < node}
+        tokens.append(data.draw(st.sampled_from([token for token in range(5) if token not in taken])))
+        chances.append(chances[parent] * data.draw(st.floats(0.1, 0.9)))
+    copy = data.draw(st.none() | st.lists(st.integers(0, 4), min_size=LONGEST_COPY, max_size=LONGEST_COPY))
+    rate, size = data.draw(st.floats(0.1, 1.0)), data.draw(st.integers(2, 12))
+
+    expected = {
+        tuple(tokens[ancestor] for ancestor in line[1:]): chances[node] for node, line in enumerate(tree.ancestors)
+    }
+    for depth in range(1, 1 + len(copy or ())):  # shortest first, so that what a token goes on from is there
+        expected.setdefault(tuple(copy[:depth]), expected[tuple(copy[: depth - 1])] * rate)
+    choice = Choice.of(tree, tokens, chances, copy, rate)
+    picked, held = choice.best(size)
+    found = [tuple(held[ancestor] for ancestor in line[1:]) for line in picked.ancestors]
+    assert len(set(found)) == len(found) == min(size, len(expected)) == picked.size
+    best = sorted(expected.values(), reverse=True)
+    assert sorted((expected[path] for path in found), reverse=True) == pytest.approx(best[: len(found)])
+    assert choice.chances == pytest.approx(best[1:])
+    assert held[0] == 50
+
+
+def test_a_long_copy_in_one_row_makes_the_pass_longer_and_the_other_rows_trees_do_not_grow(monkeypatch):
+    """Steps are cheap, so that all there is is verified: the row without a copy has its own nodes, then padding."""
+    times = {1: {1: 1.0, 2: 1.0, 4: 1.0, 16: 1.0}}
+    nodes = [(rank, *zeros) for rank in range(5) for zeros in ((), (0,), (0, 0))]
+    monkeypatch.setattr(SizeChooser, "largest", lambda self, rows: 4)
+    drafter = AdaptiveDrafter(random_heads(), calibration(nodes=tuple(nodes), step_seconds=times))
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2]
+    ctx = replace(context(), texts=[text, list(range(20, 20 + len(text)))], roots=torch.tensor([2, 33]))
+    draft = drafter.start([torch.tensor([5])] * 2, 10, [None] * 2)(ctx)
+    lines = [draft.tokens[0, list(line)].tolist() for line in draft.trees[0].ancestors]
+    assert [2, 3, 4, 5, 6, 7, 8, 9, 10] in lines
+    assert [tree.size for tree in draft.trees] == [4 + LONGEST_COPY, 4]
+    assert draft.trees[1].paths == ((), *nodes[:1], *nodes[1:2], *nodes[2:3])
+    assert draft.tokens.shape == (2, 4 + LONGEST_COPY)
+    assert draft.tokens[1, 4:].tolist() == [33] * LONGEST_COPY
 
 
 @pytest.mark.parametrize("size", [None, 2, 5, SUPERSET.size])
@@ -159,7 +205,7 @@ def test_no_more_nodes_are_drafted_than_a_pass_of_so_many_rows_may_hold(monkeypa
     for rows in (1, 4):
         draft = drafter.start([torch.tensor([5])] * rows, 10, [None] * rows)(context(rows=rows))
         assert all(set(tree.paths) <= set(drafted[-1].paths) for tree in draft.trees)
-    assert [set(tree.paths) for tree in drafted] == [{(), *nodes[:3]}, {(), *nodes[:1]}], "the most often accepted"
+    assert [set(tree.paths) for tree in drafted] == [{(), *nodes[:5]}, {(), *nodes[:1]}], "the most often accepted"
 
 
 def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
@@ -214,6 +260,8 @@ def test_rows_that_have_ended_are_neither_learnt_from_nor_asked(monkeypatch):
     assert seen == [[5, 2], (2, 3)], "a pass holds all rows"
     assert len(draft.trees) == len(draft.tokens) == 3
     assert AdaptiveDrafter(random_heads(), calibration(), size=5).max_size == 5
+    assert list(AdaptiveDrafter(random_heads(), calibration()).sizes) == list(range(1, 9))
+    assert AdaptiveDrafter(random_heads(), calibration(), timed_sizes=True).sizes == [1, 2, 4, 8]
 
 
 def test_a_plan_survives_saving(tmp_path):

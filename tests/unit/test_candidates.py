@@ -27,6 +27,11 @@ def embed(ids):
     return TABLE[ids]
 
 
+def normed(token):
+    """What heads read of a token, by its formula."""
+    return TABLE[token] / TABLE[token].square().mean(-1, keepdim=True).sqrt()
+
+
 @EVERY_KIND
 @settings(deadline=None, max_examples=25)
 @given(paths=RANK_PATHS, seed=st.integers(0, 99))
@@ -47,8 +52,8 @@ def test_every_node_holds_the_token_of_its_rank_after_its_own_path(kind, paths, 
                 copy = copies[row, : head + 1].tolist()
                 blind = kind.startswith("medusa")
                 read = [c if c >= 0 and (blind or line[1 : at + 1] == copy[:at]) else None for at, c in enumerate(copy)]
-                copied = torch.stack([torch.zeros(32) if c is None else TABLE[c] for c in read])
-                logits = heads(hidden[row], head, embed(torch.tensor(line)), copied)
+                copied = torch.stack([torch.zeros(32) if c is None else normed(c) for c in read])
+                logits = heads(hidden[row], head, normed(torch.tensor(line)), copied)
                 chances_here = (logits / temperatures[head]).softmax(-1)
                 best = chances_here.sort(descending=True)
                 line.append(int(tokens[row, tree.paths.index(path[: head + 1])]))
@@ -92,10 +97,10 @@ def test_a_recurrent_drafter_reads_one_token_after_the_other():
     """Against the recurrence written out."""
     heads = random_heads(kind="recurrent", num_layers=2)
     (first, second, projection), hidden = heads.heads[0], torch.randn(5, 32)
-    before = embed(torch.randint(0, 64, (5, 3)))
+    before = normed(torch.randint(0, 64, (5, 3)))
     state = hidden
     for head in range(3):
-        token = before[:, head] / before[:, head].square().mean(-1, keepdim=True).sqrt()
+        token = before[:, head]
         for layer, read in ((first, lambda x, token=token: torch.cat([x, token], -1)), (second, lambda x: x)):
             pre = torch.nn.functional.linear(read(state), layer.linear.weight, layer.linear.bias)
             state = state + pre * pre.sigmoid()
@@ -107,13 +112,12 @@ def test_a_recurrent_drafter_reads_one_token_after_the_other():
 def test_a_head_reads_the_copy_of_what_it_predicts(kind):
     """Against the formula; the copies of tokens before are read by no head of its own depth."""
     heads, hidden = random_heads(kind=kind), torch.randn(5, 32)
-    before, copied = embed(torch.randint(0, 64, (2, 5, 3)))
+    before, copied = normed(torch.randint(0, 64, (2, 5, 3)))
     for head in range(3):
         (block, projection), read = heads.heads[head], [copied[:, head]]
         if kind == "hydra copies":
             read = [*before[:, : head + 1].unbind(1), *read]
-        normed = [each / each.square().mean(-1, keepdim=True).sqrt() for each in read]
-        pre = torch.cat([hidden, *normed], -1) @ block.linear.weight.T + block.linear.bias
+        pre = torch.cat([hidden, *read], -1) @ block.linear.weight.T + block.linear.bias
         expected = (hidden + pre * pre.sigmoid()) @ projection.weight.T
         assert torch.allclose(heads(hidden, head, before[:, : head + 1], copied[:, : head + 1]), expected, atol=1e-4)
 

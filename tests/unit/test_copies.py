@@ -9,8 +9,10 @@ from medusa_train.inference.copies import (
     MOST_COPIED,
     NO_COPY,
     CopyFinder,
+    CopyRecord,
     NgramIndex,
     agreeing,
+    copied_ids,
     copies_in,
 )
 
@@ -91,3 +93,24 @@ def test_a_copy_counts_until_the_path_leaves_it(rows, depth, data):
         same = [there and path[1 : 1 + at] == copy[:at] for at in range(depth)]
         expected.append([copy[at] if same[at] else NO_COPY for at in range(depth)])
     assert agreeing(copies, torch.tensor(paths)).tolist() == expected
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), max_size=5), st.lists(st.integers(0, 1), max_size=5))))
+def test_a_record_is_the_share_of_copied_tokens_that_came(turns):
+    """Against counting: a copy is compared up to its first wrong token, as far as the text went on."""
+    record, text, seen = CopyRecord(), [7], []
+    assert record.rate(text, None) == 0.5
+    for copy, came in turns:
+        record.rate(text, copy or None)
+        text += came
+        for wanted, token in zip(copy, came, strict=False):
+            seen.append(wanted == token)
+            if wanted != token:
+                break
+        assert record.rate(text, None) == (1 + sum(seen)) / (2 + len(seen))
+
+
+def test_copies_as_ids():
+    device = torch.device("cpu")
+    assert copied_ids([None, None], 2, device) is None
+    assert copied_ids([None, [3, 4]], 2, device).tolist() == [[NO_COPY, NO_COPY], [3, 4]]

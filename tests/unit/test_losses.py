@@ -22,6 +22,11 @@ def embed(ids):
     return EMBEDDING(ids, TABLE)
 
 
+def normed(ids):
+    """What heads read of a token, by its formula."""
+    return embed(ids) / embed(ids).square().mean(-1, keepdim=True).sqrt()
+
+
 def heads_and_batch(batch=7, draft=None, seed=0, kind="medusa"):
     torch.manual_seed(seed)
     ids = None if draft is None else torch.tensor(draft)
@@ -51,8 +56,8 @@ def slow_loss(heads, hidden, roots, teacher, labels, copies, projection, columns
             before = [int(roots[t]), *labels[t, :k].tolist()]
             follows = [c >= 0 and (heads.config.kind == "medusa" or before[1 : at + 1] == copies[t, :at].tolist())
                        for at, c in enumerate(copies[t, : k + 1])]  # fmt: skip
-            copied = [embed(c) if same else torch.zeros(HIDDEN) for c, same in zip(copies[t], follows, strict=False)]
-            log_q = heads(hidden[t], k, embed(torch.tensor(before)), torch.stack(copied)).log_softmax(-1)
+            copied = [normed(c) if same else torch.zeros(HIDDEN) for c, same in zip(copies[t], follows, strict=False)]
+            log_q = heads(hidden[t], k, normed(torch.tensor(before)), torch.stack(copied)).log_softmax(-1)
             warmth = weights.soft_temperature
             p = (projection @ teacher[t, k] / warmth).softmax(-1)
             hard = -log_q[columns[labels[t, k]]] if columns[labels[t, k]] != IGNORED else torch.zeros(())
