@@ -3,6 +3,10 @@
 Before a compiled graph runs, torch asks whether everything that it was traced from is still the same: for a model of
 30 layers 7,500 questions, a millisecond of a step of twenty. Nobody changes a frozen model between two steps, so only
 what steps themselves vary is asked: tensors and constants that are handed in.
+
+On a GPU, inductor also records each graph's kernels (CUDA graphs), so that the host starts all of them at once. It
+copies inputs to where they were when it recorded, unless they are marked as standing still, as the weights are and the
+cache's keys and values (`TreeCacheLayer`), and leaves what writes to others unrecorded.
 """
 
 from __future__ import annotations
@@ -12,7 +16,8 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from tqdm import tqdm
 
 from medusa_train.inference.errors import UserError
@@ -34,7 +39,9 @@ class Graphs(Generic[Result]):
         """
         if device.type == "cpu":
             _check_compiler()
-        self._run = torch.compile(function, dynamic=False, options={"guard_filter_fn": _asked})
+        self._recorded = device.type == "cuda"
+        options: dict[str, Any] = {"guard_filter_fn": _asked, "triton.cudagraphs": self._recorded}
+        self._compiled = torch.compile(function, dynamic=False, options=options)
         self._seen: set[Hashable] = set()
 
     def __call__(self, shape: Hashable, what: str, *arguments: Any) -> Result:
@@ -50,6 +57,14 @@ class Graphs(Generic[Result]):
         tqdm.write(f"compiling {what}…", file=sys.stderr)
         with torch._dynamo.config.patch(recompile_limit=MOST_GRAPHS, accumulated_recompile_limit=MOST_GRAPHS):
             return self._run(*arguments)
+
+    def _run(self, *arguments: Any) -> Result:
+        if not self._recorded:
+            return self._compiled(*arguments)
+        # A recording writes its results to the same place every time: they are taken from there before the next run.
+        torch.compiler.cudagraph_mark_step_begin()
+        result: Result = tree_map_only(Tensor, Tensor.clone, self._compiled(*arguments))
+        return result
 
 
 def _asked(guards: Sequence[Any]) -> list[bool]:

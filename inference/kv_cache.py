@@ -38,10 +38,12 @@ class Columns:
         reading_prompt: no verification pass has begun yet.
         prefix: columns that were read before the rest of a prompt.
         visible: committed columns that a pass can see.
+        compiled: passes are compiled: keys and values are marked as staying where they are (see `graphs`).
     """
 
     scratch: int
     capacity: int
+    compiled: bool = False
     reading_prompt: bool = True
     prefix: int = 0
     visible: int = 0
@@ -112,7 +114,10 @@ class TreeCacheLayer(CacheLayerMixin):
     def look_again(self) -> None:
         """Find keys and values where they are now; a layer that shares another's has none."""
         for half, (stack, place) in self.places.items():
-            setattr(self, half, stack.states[place])
+            states = stack.states[place]
+            if self.columns.compiled:
+                torch._dynamo.mark_static_address(states)
+            setattr(self, half, states)
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Write a pass's positions; returns everything that it may attend to."""
@@ -165,7 +170,7 @@ class TreeCache(Cache):
             devices: how many the layers are spread over, about evenly.
         """
         self.bucket = bucket
-        self.columns = Columns(scratch, self._rounded(capacity))
+        self.columns = Columns(scratch, self._rounded(capacity), compiled=bucket is not None)
         self._memory = Memory(-(-num_layers // devices))
         super().__init__(layers=[TreeCacheLayer(self.columns, self._memory) for _ in range(num_layers)])
         self.lengths: list[int] = []
