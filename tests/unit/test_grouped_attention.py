@@ -35,6 +35,24 @@ def test_equals_transformers_attention(groups, nodes, rows, kind):
     assert torch.allclose(ours, theirs, atol=1e-6)
 
 
+@pytest.mark.parametrize("groups", [1, 3])
+@pytest.mark.parametrize("lengths", [[300, 900, 30, 40], [900, 900, 10, 880]])
+def test_rows_of_different_lengths_attend_apart(groups, lengths, monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(4, 2 * groups, 5, 8, generator=generator)
+    key, value = torch.randn(2, 4, 2, 900, 8, generator=generator).unbind()
+    allowed = torch.rand(4, 1, 5, 900, generator=generator) < 0.6
+    allowed &= torch.arange(900) < torch.tensor(lengths)[:, None, None, None]
+    allowed[..., 0] = True
+    seen = []
+    attend = module._attend
+    monkeypatch.setattr(module, "_attend", lambda *given: (seen.append(given[2].shape), attend(*given))[1])
+    ours, _ = module.grouped_attention(Layer(groups), query, key, value, allowed, scaling=0.3)
+    theirs, _ = sdpa_attention_forward(Layer(groups), query, key, value, allowed, scaling=0.3)
+    assert torch.allclose(ours, theirs, atol=1e-6)
+    assert sum(rows * columns for rows, _, columns, _ in seen) < 2700, "nobody reads all 3,600"
+
+
 def test_a_wrapped_model_uses_it_for_trees_and_still_generates(monkeypatch):
     model, used = make_llama(), []
     options = {"max_new_tokens": 10, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
