@@ -30,9 +30,9 @@ class Level:
 
     Attributes:
         ranks: how many of the head's best tokens are used.
-        parents: ``(n,)`` each node's parent in the tree.
-        listed: ``(P,)`` the parents that have a list of candidates each.
-        lines: ``(P, depth)`` the nodes from the root to each of these.
+        parents: ``(n,)`` each node's parent, among the nodes of the level before.
+        listed: ``(P,)`` the parents that have a list of candidates each, there too.
+        lines: ``(P, depth)`` the nodes of the tree from the root to each of these.
         above: ``(P,)`` for each of these, the place of its own parent among those of the level before; None if the two
             levels have the same places.
         places: ``(n,)`` where each node's token stands among the candidates, which are ``ranks`` of each list.
@@ -139,33 +139,41 @@ class TreeFiller:
             seen: gets every level's logits, ``(B, P, V')`` of its lists and ``(B, n)`` of its nodes' tokens.
         """
         config = self.heads.config
-        tokens, states = roots[:, None].to(hidden.device), hidden[:, None]
-        # Embedded once, too.
-        copied = None if copies is None else copy_embedding(self.embed, copies[:, : len(self._levels)])
-        agrees = None  # (B, N so far) whether the path to each node is that of the copy
-        if copies is not None and config.reads_tokens:
-            agrees = torch.ones_like(tokens, dtype=torch.bool)
+        roots = roots.to(hidden.device)
+        root, copied = self._known(roots, copies)
+        tokens, states = [roots[:, None]], hidden[:, None]
+        agrees = None  # (B, n) whether the path to each node of the last level is that of the copy; the root's is
         for head, level in enumerate(self._levels):
-            read = self._read(states, tokens, head, level, copied, agrees)
+            read = self._read(states, tokens, head, level, root, copied, agrees)
             if config.kind == "recurrent":
                 states = read
             logits = self.heads.project(read, head)
             best = logits.topk(level.ranks, dim=-1)
             drafted = self.heads.draft_token_ids[best.indices.flatten(1).index_select(1, level.places)]
-            tokens = torch.cat([tokens, drafted], dim=1)
-            if agrees is not None and copies is not None:
+            tokens.append(drafted)
+            if copies is not None and config.reads_tokens and level is not self._levels[-1]:
                 same = drafted == copies[:, head : head + 1]
-                agrees = torch.cat([agrees, agrees.index_select(1, level.parents) & same], dim=1)
+                agrees = same if agrees is None else agrees.index_select(1, level.parents) & same
             if seen is not None:
                 seen.append((logits, best.values.flatten(1).index_select(1, level.places)))
-        return tokens
+        return torch.cat(tokens, dim=1)
+
+    def _known(self, roots: Tensor, copies: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+        """Embeddings of what is known before the first head, in one call: the roots' and the copies', or None."""
+        if not self.heads.config.reads_tokens:
+            return None, None if copies is None else copy_embedding(self.embed, copies[:, : len(self._levels)])
+        if copies is None:
+            return read_embedding(self.embed, roots[:, None]), None
+        known = copy_embedding(self.embed, torch.cat([roots[:, None], copies[:, : len(self._levels)]], dim=1))
+        return known[:, :1], known[:, 1:]
 
     def _read(
         self,
         states: Tensor,
-        tokens: Tensor,
+        tokens: Sequence[Tensor],
         head: int,
         level: Level,
+        root: Tensor | None,
         copied: Tensor | None,
         agrees: Tensor | None,
     ) -> Tensor:
@@ -174,11 +182,15 @@ class TreeFiller:
         before = more = None
         if config.kind == "recurrent":  # goes on from the states of the level above, which have read the rest
             origin = states if level.above is None else states.index_select(1, level.above)
-            before = read_embedding(self.embed, tokens.index_select(1, level.listed)[..., None])
         else:
             origin = states.expand(-1, lists, -1)
-            if config.reads_tokens:
-                before = read_embedding(self.embed, tokens[:, level.lines])
+        if config.reads_tokens and head == 0:
+            assert root is not None
+            before = root[:, :, None]
+        elif config.kind == "recurrent":
+            before = read_embedding(self.embed, tokens[-1].index_select(1, level.listed)[..., None])
+        elif config.reads_tokens:
+            before = read_embedding(self.embed, torch.cat(list(tokens), dim=1)[:, level.lines])
         if config.reads_copies:
             more = origin.new_zeros(1, 1, 1, 1) if copied is None else copied[:, None, head : head + 1]
             if agrees is not None:
@@ -231,25 +243,28 @@ def copy_embedding(embed: Embed | None, copies: Tensor) -> Tensor:
 
 
 def _level(tree: Tree, depth: int, list_per_parent: bool, device: torch.device) -> Level:
-    nodes = [node for node, path in enumerate(tree.paths) if len(path) == depth]
-    parents = [tree.parents[node] for node in nodes]
+    nodes, above = _nodes_at(tree, depth), _nodes_at(tree, depth - 1)
+    parents = [above.index(tree.parents[node]) for node in nodes]
     listed = sorted(set(parents)) if list_per_parent else parents[:1]
     # The level before has a list for each parent of its own nodes.
-    before = sorted({tree.parents[node] for node, path in enumerate(tree.paths) if len(path) == depth - 1})
-    above = [before.index(tree.parents[parent]) for parent in listed]
+    before = sorted({tree.parents[node] for node in above})
+    origins = [before.index(tree.parents[above[parent]]) for parent in listed]
     picks = [tree.paths[node][-1] for node in nodes]
     ranks = 1 + max(picks)
     place = {parent: ranks * i for i, parent in enumerate(listed)}
+    places = [place.get(parent, 0) + pick for parent, pick in zip(parents, picks, strict=True)]
     return Level(
         ranks=ranks,
         parents=torch.tensor(parents, device=device),
         listed=torch.tensor(listed, device=device),
-        lines=torch.tensor([tree.ancestors[parent] for parent in listed], device=device),
-        above=None if above == list(range(len(before))) else torch.tensor(above, device=device),
-        places=torch.tensor([place.get(parent, 0) + pick for parent, pick in zip(parents, picks, strict=True)]).to(
-            device
-        ),
+        lines=torch.tensor([tree.ancestors[above[parent]] for parent in listed], device=device),
+        above=None if origins == list(range(len(before))) else torch.tensor(origins, device=device),
+        places=torch.tensor(places, device=device),
     )
+
+
+def _nodes_at(tree: Tree, depth: int) -> list[int]:
+    return [node for node, path in enumerate(tree.paths) if len(path) == depth]
 
 
 def _scored(tree: Tree, levels: Sequence[Level], device: torch.device) -> Scored:
