@@ -149,14 +149,14 @@ def decode_speed(repeat: Sequence[Timed]) -> float:
 
 
 def measure_step_seconds(
-    model: MedusaModel, cells: Sequence[tuple[Tree, int]], prompt: Tensor, steps: int, rounds: int
+    model: MedusaModel, cells: Sequence[tuple[Tree, Sequence[Tensor]]], steps: int, rounds: int
 ) -> list[list[float]]:
     """Seconds of one whole step (draft, pass, verify, commit); the root alone is plain decoding.
 
     Rounds go over all cells in turn, so that a burst of other work, which outlasts a step, hits them alike.
 
     Args:
-        cells: trees, each with the number of rows that decode the prompt together.
+        cells: trees, each with the prompts that are decoded together.
 
     Returns:
         Per cell, the median step of every round; `step_curve.fit_step_times` makes one time of them.
@@ -165,11 +165,11 @@ def measure_step_seconds(
     device = model.backbone.device
     with tqdm(total=(rounds + 1) * len(cells), desc="step times", unit="tree") as bar:
         for turn in range(rounds + 1):
-            for (tree, rows), found in zip(cells, medians, strict=True):
+            for (tree, prompts), found in zip(cells, medians, strict=True):
                 drafter = NoDrafter() if tree.size == 1 else model.medusa_drafter(tree)
                 timed = steps if turn else 1  # the first round warms up
                 budget = timed * (tree.depth + 1) + 1
-                blocks = model.stream_batch([prompt] * rows, budget, eos_token_ids=(), max_steps=timed, drafter=drafter)
+                blocks = model.stream_batch(prompts, budget, eos_token_ids=(), max_steps=timed, drafter=drafter)
                 marks = [now(device) for _ in blocks]
                 if turn:
                     found.append(statistics.median(b - a for a, b in pairwise(marks)))

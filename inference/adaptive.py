@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from math import inf
 from typing import Any
 
 import torch
@@ -29,7 +30,7 @@ from medusa_train.inference.drafters import Context, Drafting
 from medusa_train.inference.errors import UserError
 from medusa_train.inference.heads import MedusaHeads
 from medusa_train.inference.joined_tree import JoinedTree, agreeing_node, join
-from medusa_train.inference.pass_size import SizeChooser, StepSeconds
+from medusa_train.inference.pass_size import SizeChooser, StepSeconds, TextSeconds
 from medusa_train.inference.tree import RankPath, Tree
 from medusa_train.inference.verify import Draft, Generators
 
@@ -44,11 +45,13 @@ class Calibration:
         nodes: to choose from, the most often accepted first, each after its parent; the root is not named.
         temperatures: per head, divides its logits so that its probabilities are those of being right.
         step_seconds: see `StepSeconds`.
+        text_seconds: see `TextSeconds`.
     """
 
     nodes: tuple[RankPath, ...]
     temperatures: tuple[float, ...]
     step_seconds: StepSeconds
+    text_seconds: TextSeconds
 
     def __post_init__(self) -> None:
         known: set[RankPath] = {()}
@@ -67,6 +70,8 @@ class Calibration:
             raise UserError("tree: step_seconds must hold positive times, that of 1 token among them")
         if max(curves[0]) > self.superset.size:
             raise UserError(f"tree: step_seconds has size {max(curves[0])}, the tree {self.superset.size}")
+        if 1 not in self.text_seconds or not all(0 <= t < inf for t in self.text_seconds.values()):
+            raise UserError("tree: text_seconds must hold times from 0 up, that of 1 token among them")
 
     @cached_property
     def superset(self) -> Tree:
@@ -90,6 +95,7 @@ class Calibration:
                 str(rows): {str(size): seconds for size, seconds in curve.items()}
                 for rows, curve in self.step_seconds.items()
             },
+            "text_seconds": {str(size): seconds for size, seconds in self.text_seconds.items()},
         }
 
     @classmethod
@@ -105,6 +111,7 @@ class Calibration:
                 int(rows): {int(size): float(seconds) for size, seconds in curve.items()}
                 for rows, curve in content["step_seconds"].items()
             },
+            {int(size): float(seconds) for size, seconds in content["text_seconds"].items()},
         )
 
 
@@ -145,7 +152,7 @@ class AdaptiveDrafter:
         self._filler = lru_cache(lambda nodes: TreeFiller(heads, calibration.best(nodes), embed))
 
     def start(self, prompts: Sequence[Tensor], max_new_tokens: int, generators: Generators) -> Drafting:
-        chooser = SizeChooser(self.calibration.step_seconds, self.sizes)
+        chooser = SizeChooser(self.calibration.step_seconds, self.calibration.text_seconds, self.sizes)
         count = max(LONGEST_COPY, self._config.num_heads)
         plain, find = Tree.root_only(), CopyFinder(len(prompts), count, *HEADS_NGRAMS)
         records = [CopyRecord() for _ in prompts]
@@ -155,8 +162,9 @@ class AdaptiveDrafter:
             chooser.observe([context.accepted[row] for row in context.active])
             if chooser.rests():
                 return Draft([plain] * rows, context.roots[:, None])
+            lengths = [len(text) for text in context.texts]
             copies = find(context.texts, context.numbers, context.active)
-            filler = self._filler(self.calibration.superset.size if self.size else chooser.largest(rows))
+            filler = self._filler(self.calibration.superset.size if self.size else chooser.largest(lengths))
             tokens, chances = filler.tokens_and_chances(
                 context.hidden,
                 context.roots,
@@ -170,7 +178,7 @@ class AdaptiveDrafter:
             ]
             proposed = zip(tokens.tolist(), chances.tolist(), copies, rates, strict=True)
             choices = [Choice.of(filler.tree, *row) for row in proposed]
-            size = chooser.choose([choices[row].chances for row in context.active], rows)
+            size = chooser.choose([choices[row].chances for row in context.active], lengths)
             picked = [choice.best(size) for choice in choices]
             nodes = max(len(tokens) for _, tokens in picked)
             padded = [tokens + tokens[:1] * (nodes - len(tokens)) for _, tokens in picked]

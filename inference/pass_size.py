@@ -14,6 +14,9 @@ MOST_COSTLY = 2.0  # plain steps: a longer one would need two tokens to break ev
 # Rows of a batch -> tokens per row and pass -> seconds of a whole step on this device. One row is always among them,
 # and so is one token, which is plain decoding; every batch knows the same sizes.
 StepSeconds = Mapping[int, Mapping[int, float]]
+TIMED_TEXT = 96  # tokens of text that each row has when those steps are timed
+# Tokens per row and pass -> seconds that one more token of a row's text adds to the step.
+TextSeconds = Mapping[int, float]
 
 
 class SizeChooser:
@@ -23,13 +26,14 @@ class SizeChooser:
         trust: what past passes accepted / what confidence promised; scales promised gains.
     """
 
-    def __init__(self, step_seconds: StepSeconds, sizes: Sequence[int]) -> None:
-        self.step_seconds, self.sizes = step_seconds, sizes
+    def __init__(self, step_seconds: StepSeconds, text_seconds: TextSeconds, sizes: Sequence[int]) -> None:
+        self.step_seconds, self.text_seconds, self.sizes = step_seconds, text_seconds, sizes
         # Ten imaginary drafts that kept their promise, so that the first few steps do not decide.
         self._accepted = self._promised = 10.0
         self._pending = 0.0
         self._resting = 0
-        self._seconds = lru_cache(self._reckon)
+        self._timed = lru_cache(lambda rows: {size: reckon_seconds(step_seconds, size, rows) for size in (1, *sizes)})
+        self._per_token = {size: _read_curve(text_seconds, size) for size in (1, *sizes)}
 
     @property
     def trust(self) -> float:
@@ -49,22 +53,29 @@ class SizeChooser:
             return True
         return False
 
-    def _reckon(self, rows: int) -> dict[int, float]:
-        return {size: reckon_seconds(self.step_seconds, size, rows) for size in self.sizes}
+    def _seconds(self, texts: Sequence[int]) -> dict[int, float]:
+        more = sum(texts) - TIMED_TEXT * len(texts)
+        # Shorter texts than those timed save little, and may not make a step look free.
+        return {size: timed + max(0, more) * self._per_token[size] for size, timed in self._timed(len(texts)).items()}
 
-    def largest(self, rows: int) -> int:
-        """The most tokens per row that a pass of so many rows may hold (`MOST_COSTLY`)."""
-        seconds, plain = self._seconds(rows), reckon_seconds(self.step_seconds, 1, rows)
-        worth = [size for size in self.sizes if size > 1 and seconds[size] <= MOST_COSTLY * plain]
+    def largest(self, texts: Sequence[int]) -> int:
+        """The most tokens per row that a pass over rows with so long texts may hold (`MOST_COSTLY`)."""
+        seconds = self._seconds(texts)
+        worth = [size for size in self.sizes if size > 1 and seconds[size] <= MOST_COSTLY * seconds[1]]
         return max(worth, default=min(size for size in self.sizes if size > 1))
 
-    def choose(self, chances: Sequence[Sequence[float]], rows: int = 1) -> int:
-        """Tokens per row and pass, given the node chances of each active row, best first, and how many rows pass."""
+    def choose(self, chances: Sequence[Sequence[float]], texts: Sequence[int]) -> int:
+        """Tokens per row and pass.
+
+        Args:
+            chances: of the nodes of each active row, best first.
+            texts: lengths of the texts of all rows that pass, in tokens.
+        """
         if len(self.sizes) == 1:
             return self.sizes[0]
         gains = [sum(column) / len(chances) for column in zip_longest(*chances, fillvalue=0.0)]
         promised = dict(enumerate(accumulate(gains, initial=0.0), start=1))  # of all sizes that these nodes make
-        seconds = self._seconds(rows)
+        seconds = self._seconds(texts)
         speed = {
             size: (1 + self.trust * promised[size]) / seconds[size] for size in self.sizes if size <= max(promised)
         }

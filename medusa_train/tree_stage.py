@@ -35,12 +35,12 @@ from medusa_train.inference.adaptive import Calibration
 from medusa_train.inference.checkpoint import TREE, save_tree
 from medusa_train.inference.files import write_json
 from medusa_train.inference.model import MedusaModel
-from medusa_train.inference.pass_size import reckon_seconds
+from medusa_train.inference.pass_size import TIMED_TEXT, reckon_seconds
 from medusa_train.inference.tree import Tree
 from medusa_train.job import Job
 from medusa_train.recipe import InferenceSection
 
-STEP_TIME_CONTEXT = 96  # tokens already read when steps are timed; steps stay in one bucket of compiled shapes
+LONG_TEXT = 1024  # tokens behind which steps are timed again, for what text adds to them
 RECKONED = (2, 4, 8, 16, 32)  # numbers of prompts that get a tree of their own, timed or not
 CUSTOMARY_SIZE = 64  # tokens per pass of the list of 63 nodes that the original Medusa uses for every model
 
@@ -77,7 +77,7 @@ def run_tree(job: Job) -> dict[str, Any]:
     batches = sorted({1, *section.batch_sizes})
     cells = {(1, customary.size): customary}
     cells |= {(rows, tree.size): tree for rows in batches for tree in candidates.values()}
-    prompt = torch.tensor(job.rows("calibration")[0].input_ids[:STEP_TIME_CONTEXT])
+    prompt = torch.tensor(job.rows("calibration")[0].input_ids[:TIMED_TEXT])
     ladders = _time_ladders(model, cells, counted, prompt, section)
     offered = sorted({trees[size].size for size in section.tree_sizes})
     best = _best_by_rows(ladders, offered)
@@ -92,7 +92,9 @@ def run_tree(job: Job) -> dict[str, Any]:
         rows: {size: ladder.choices[size].step_seconds for size in kept} for rows, ladder in ladders.items()
     }
     nodes = tuple(best_nodes(prefixes, largest.size - 1))
-    calibration = Calibration(nodes, fit_temperatures(model, shards), step_seconds)
+    timed = sorted({1, kept[len(kept) // 2], kept[-1]})
+    text_seconds = _time_text(model, [candidates[size] for size in timed], prompt, batches[-1], section)
+    calibration = Calibration(nodes, fit_temperatures(model, shards), step_seconds, text_seconds)
     save_tree(folder.heads, chosen, calibration, batch_trees, told)
     table = [
         {
@@ -158,7 +160,7 @@ def _time_ladders(
 ) -> dict[int, Ladder]:
     """Ladders by batch size, from cells that are named by rows and size; all are timed in turns."""
     rounds = measure_step_seconds(
-        model, [(tree, rows) for (rows, _), tree in cells.items()], prompt, section.step_time_steps,
+        model, [(tree, [prompt] * rows) for (rows, _), tree in cells.items()], section.step_time_steps,
         section.step_time_rounds,
     )  # fmt: skip
     found = dict(zip(cells, rounds, strict=True))
@@ -172,6 +174,28 @@ def _time_ladders(
         }
         ladders[batch] = Ladder(choices, {size: min(found[batch, size]) for size in sizes}, times.noise)
     return ladders
+
+
+def _time_text(
+    model: MedusaModel, trees: Sequence[Tree], prompt: Tensor, rows: int, section: InferenceSection
+) -> dict[int, float]:
+    """`TextSeconds` from steps behind the prompt and behind a long text that repeats it, timed in turns."""
+    limit = model.backbone.max_positions or LONG_TEXT * 2
+    answer = section.step_time_steps * max(tree.depth + 1 for tree in trees) + 1
+    length = min(LONG_TEXT, limit - answer)
+    if length <= len(prompt):  # a context so short that its text adds nothing to speak of
+        return {1: 0.0}
+    texts = [prompt, prompt.repeat(1 + length // len(prompt))[:length]]
+    rounds = measure_step_seconds(
+        model, [(tree, [text] * rows) for tree in trees for text in texts], section.step_time_steps,
+        section.step_time_rounds,
+    )  # fmt: skip
+    best = [min(found) for found in rounds]
+    tokens = rows * (length - len(prompt))
+    return {
+        tree.size: max(0.0, long - short) / tokens
+        for tree, short, long in zip(trees, best[::2], best[1::2], strict=True)
+    }
 
 
 @dataclass(frozen=True)

@@ -47,7 +47,11 @@ def files(tmp_path, tiny_chat_folder):
     backbone = load_backbone(str(tiny_chat_folder), "float32", "cpu")
     tree = Tree.from_paths(PATHS)
     save_heads(tmp_path / "heads", random_heads(vocab_size=512), backbone, tree)
-    save_tree(tmp_path / "heads", tree, Calibration(tree.paths[1:], (1.0, 1.0, 1.0), {1: {1: 1.0, 2: 1.01, 4: 1.05}}))
+    save_tree(
+        tmp_path / "heads",
+        tree,
+        Calibration(tree.paths[1:], (1.0, 1.0, 1.0), {1: {1: 1.0, 2: 1.01, 4: 1.05}}, {1: 0.0}),
+    )
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps(record) + "\n" for record in RECORDS))
     return tmp_path

@@ -158,7 +158,11 @@ def test_steps_are_timed_and_a_tree_is_chosen_for_every_batch_size(recipe_file):
 
     def choose(*batch_sizes, seconds=lambda size: 1e-9 * size**4, **overrides):
         def measure(model, cells, *rest):
-            best = [seconds(tree.size) if rows > 1 else 1.0 if tree.size == 1 else 0.98 for tree, rows in cells]
+            best = [
+                seconds(tree.size) if len(prompts) > 1 else 1.0 if tree.size == 1 else 0.98 for tree, prompts in cells
+            ]
+            if len({len(prompts[0]) for _, prompts in cells}) > 1:  # for what text adds, at a rate of its own
+                best = [1 + 1e-6 * tree.size * sum(map(len, prompts)) for tree, prompts in cells]
             return [[time, 1.5 * time] for time in best]
 
         words = [f"inference.batch_sizes={list(batch_sizes)}", *(f"inference.{k}={v}" for k, v in overrides.items())]
@@ -189,6 +193,10 @@ def test_steps_are_timed_and_a_tree_is_chosen_for_every_batch_size(recipe_file):
     }
     assert model.calibration.step_seconds.keys() == {1, 3}
     assert result["step_time_noise"] == 0.05
+    sizes = model.calibration.sizes
+    assert model.calibration.text_seconds == pytest.approx(
+        {size: 1e-6 * size for size in (1, sizes[len(sizes) // 2], sizes[-1])}
+    )
     for row in result["sizes"]:
         assert row["step_ms"] == pytest.approx(1000 * model.calibration.step_seconds[row["batch_size"]][row["size"]])
         assert row["expected_tokens_per_second"] == pytest.approx(

@@ -491,7 +491,10 @@ ABSURD = {
     "a deep tree": ({}, {"paths": [[0] * 100_000]}),
     "a wide tree": ({}, {"paths": [[i] for i in range(100_000)]}),
     "no tree at all": ({}, {"paths": 5}),
-    "a wide superset": ({}, {"adaptive": {"nodes": [[0] * 100_000], "temperatures": [1], "step_seconds": {}}}),
+    "a wide superset": (
+        {},
+        {"adaptive": {"nodes": [[0] * 100_000], "temperatures": [1], "step_seconds": {}, "text_seconds": {}}},
+    ),
 }
 
 

@@ -18,14 +18,20 @@ from medusa_train.inference.candidates import TreeFiller
 from medusa_train.inference.checkpoint import load_heads, save_heads, save_tree
 from medusa_train.inference.drafters import Context
 from medusa_train.inference.heads_config import MOST_COPIED
-from medusa_train.inference.pass_size import PROBE_EVERY, SizeChooser, reckon_seconds
+from medusa_train.inference.pass_size import PROBE_EVERY, TIMED_TEXT, SizeChooser, reckon_seconds
 
+FREE = {1: 0.0}  # text that adds nothing
 TIMES = {1: {1: 1.0, 2: 1.1, 4: 1.2, 8: 2.0}, 4: {1: 1.5, 2: 2.0, 4: 3.0, 8: 5.0}}
 SUPERSET = Tree.from_paths([(0, 0, 0), (0, 1, 0), (1, 0), (1, 1), (2,), (0, 0, 1)])
 
 
 def calibration(**changes):
-    settings = {"nodes": SUPERSET.paths[1:], "temperatures": (1.0, 1.5, 0.7), "step_seconds": TIMES}
+    settings = {
+        "nodes": SUPERSET.paths[1:],
+        "temperatures": (1.0, 1.5, 0.7),
+        "step_seconds": TIMES,
+        "text_seconds": FREE,
+    }
     return Calibration(**(settings | changes))
 
 
@@ -131,7 +137,9 @@ def test_the_size_with_the_most_tokens_per_second_is_chosen():
     times = {1: 1.0, 2: 1.1, 4: 1.3, 8: 2.5}
 
     def chosen(*chances):
-        return SizeChooser({1: times}, [1, 2, 4, 8]).choose([list(chances) + [0.0] * (7 - len(chances))])
+        return SizeChooser({1: times}, FREE, [1, 2, 4, 8]).choose(
+            [list(chances) + [0.0] * (7 - len(chances))], [TIMED_TEXT]
+        )
 
     assert chosen(0.05) == 1  # 1.05 / 1.1 < 1
     assert chosen(0.3) == 2  # 1.30 / 1.1 beats 1.30 / 1.3
@@ -179,22 +187,41 @@ def nodes_in_order(values):
 
 def test_rows_fill_a_pass_like_nodes():
     times, promise = {1: {1: 1.0, 4: 1.1, 16: 3.0}}, [[0.5, 0.4, 0.3, *[0.0] * 12]]
-    assert SizeChooser(times, [1, 4, 16]).choose(promise, rows=1) == 4
-    assert SizeChooser(times, [1, 4, 16]).choose(promise * 16, rows=16) == 1  # 2.2 / 9.4 is below 1 / 3
+    assert SizeChooser(times, FREE, [1, 4, 16]).choose(promise, [TIMED_TEXT]) == 4
+    assert SizeChooser(times, FREE, [1, 4, 16]).choose(promise * 16, [TIMED_TEXT] * 16) == 1  # 2.2 / 9.4 is below 1 / 3
 
 
 def test_the_times_of_a_batch_decide_its_size():
     """Where a device has room for many rows, a timed batch says so, and nodes are worth their time."""
     promise = [[0.5, 0.4, 0.3, *[0.0] * 12]] * 16
     one = {1: 1.0, 4: 1.1, 16: 3.0}
-    assert SizeChooser({1: one}, [1, 4, 16]).choose(promise, rows=16) == 1
-    assert SizeChooser({1: one, 16: {1: 1.2, 4: 1.3, 16: 4.0}}, [1, 4, 16]).choose(promise, rows=16) == 4
+    assert SizeChooser({1: one}, FREE, [1, 4, 16]).choose(promise, [TIMED_TEXT] * 16) == 1
+    assert (
+        SizeChooser({1: one, 16: {1: 1.2, 4: 1.3, 16: 4.0}}, FREE, [1, 4, 16]).choose(promise, [TIMED_TEXT] * 16) == 4
+    )
+
+
+def test_text_beyond_that_of_the_timed_steps_makes_passes_dearer():
+    """Where attention to long texts is most of a step, a few nodes more cost little beside it."""
+    times, promise = {1: {1: 1.0, 2: 2.0, 4: 3.5}}, [[0.6, 0.3, 0.2]]
+    chooser = SizeChooser(times, {1: 0.01, 3: 0.01, 4: 0.1}, [1, 2, 4])
+    assert chooser.choose(promise, [TIMED_TEXT]) == 1  # 1.6 / 2 < 1
+    assert chooser.choose(promise, [TIMED_TEXT - 30]) == 1, "a short text makes no step cheaper"
+    assert chooser.choose(promise, [TIMED_TEXT + 400]) == 2  # 1.6 / 6 beats 1 / 5 and 2.1 / 43.5
+    flat = SizeChooser(times, {1: 0.01}, [1, 2, 4])
+    assert flat.choose(promise, [TIMED_TEXT + 2000]) == 4  # 2.1 / 23.5 beats 1.6 / 22
+    # Rows share a pass: what is short in one makes up for what is long in another.
+    assert chooser.choose(promise * 2, [TIMED_TEXT + 400, TIMED_TEXT - 400]) == 1
+    assert (chooser.largest([TIMED_TEXT]), chooser.largest([TIMED_TEXT + 400])) == (2, 2)
+    assert flat.largest([TIMED_TEXT + 400]) == 4  # 7.5 is below 2 * 5
 
 
 def test_no_more_nodes_are_drafted_than_a_pass_of_so_many_rows_may_hold(monkeypatch):
     times = {1: {1: 1.0, 2: 1.1, 4: 1.9, 8: 2.1}, 4: {1: 1.0, 2: 2.5, 4: 3.0, 8: 4.0}}
-    chooser = SizeChooser(times, [1, 2, 4, 8])
-    assert [chooser.largest(rows) for rows in (1, 2, 4)] == [4, 2, 2], "the smallest tree can always probe"
+    chooser = SizeChooser(times, FREE, [1, 2, 4, 8])
+    assert [chooser.largest([TIMED_TEXT] * rows) for rows in (1, 2, 4)] == [4, 2, 2], (
+        "the smallest tree can always probe"
+    )
     drafted, original = [], TreeFiller.tokens_and_chances
     monkeypatch.setattr(
         TreeFiller, "tokens_and_chances",
@@ -209,14 +236,13 @@ def test_no_more_nodes_are_drafted_than_a_pass_of_so_many_rows_may_hold(monkeypa
 
 
 def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
-    chooser, sizes = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.5}}, []), []
-    chooser.sizes = [1, 2, 4]
+    chooser, sizes = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.5}}, FREE, [1, 2, 4]), []
     promise = [[0.6, 0.5, 0.4]]
     kept = 0  # accepted by a drafting pass
     for turn in range(400):
         chooser.observe([kept] if sizes and sizes[-1] > 1 else [0])
         kept = 0 if turn < 200 else 1
-        sizes.append(1 if chooser.rests() else chooser.choose(promise))
+        sizes.append(1 if chooser.rests() else chooser.choose(promise, [TIMED_TEXT]))
     assert sizes[0] == 4
     late = sizes[100:200]
     assert late.count(1) > 80
@@ -225,25 +251,25 @@ def test_broken_promises_lead_to_plain_decoding_and_probes_lead_back():
 
 
 def test_promises_and_what_came_of_them_are_means_over_the_rows_that_took_part():
-    chooser = SizeChooser({1: {1: 1.0, 2: 1.01, 4: 1.02}}, [1, 2, 4])
-    assert chooser.choose([[0.6, 0.5, 0.4], [0.2, 0.1, 0.0]], rows=2) == 4
+    chooser = SizeChooser({1: {1: 1.0, 2: 1.01, 4: 1.02}}, FREE, [1, 2, 4])
+    assert chooser.choose([[0.6, 0.5, 0.4], [0.2, 0.1, 0.0]], [TIMED_TEXT] * 2) == 4
     chooser.observe([2, 1])
     # Of ten drafts that were taken to be kept; 0.9 were promised to each row.
     assert chooser.trust == pytest.approx((9.5 + 1.5) / (9.5 + 0.9))
     chooser.observe([3, 3])
     assert chooser.trust == pytest.approx(11 / 10.4), "a pass counts once"
-    assert chooser.choose([[0.3, 0.0, 0.0]]) == 2, "the smaller of two that promise the same"
+    assert chooser.choose([[0.3, 0.0, 0.0]], [TIMED_TEXT]) == 2, "the smaller of two that promise the same"
     chooser.observe([0])
     assert chooser.trust == pytest.approx(0.95 * 11 / (0.95 * 10.4 + 0.3)), "the promise of the size that was taken"
 
 
 def test_after_a_rest_the_smallest_tree_probes_and_a_tree_that_pays_ends_all_rest():
-    chooser = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.5}}, [1, 2, 4])
+    chooser = SizeChooser({1: {1: 1.0, 2: 1.2, 4: 1.5}}, FREE, [1, 2, 4])
     nothing, much = [[0.0, 0.0, 0.0]], [[0.9, 0.9, 0.9]]
-    found = [1 if chooser.rests() else chooser.choose(nothing) for _ in range(2 * PROBE_EVERY + 2)]
+    found = [1 if chooser.rests() else chooser.choose(nothing, [TIMED_TEXT]) for _ in range(2 * PROBE_EVERY + 2)]
     assert found == [*[1] * PROBE_EVERY, 2] * 2
-    assert (chooser.choose(nothing), chooser.rests()) == (1, True)
-    assert (chooser.choose(much), chooser.rests()) == (4, False)
+    assert (chooser.choose(nothing, [TIMED_TEXT]), chooser.rests()) == (1, True)
+    assert (chooser.choose(much, [TIMED_TEXT]), chooser.rests()) == (4, False)
 
 
 def test_rows_that_have_ended_are_neither_learnt_from_nor_asked(monkeypatch):
@@ -252,7 +278,7 @@ def test_rows_that_have_ended_are_neither_learnt_from_nor_asked(monkeypatch):
     monkeypatch.setattr(SizeChooser, "observe", lambda self, accepted: seen.append(accepted) or observe(self, accepted))
     monkeypatch.setattr(
         SizeChooser, "choose",
-        lambda self, chances, rows=1: seen.append((len(chances), rows)) or choose(self, chances, rows),
+        lambda self, chances, texts: seen.append((len(chances), len(texts))) or choose(self, chances, texts),
     )  # fmt: skip
     whole = context(rows=3)
     drafting = AdaptiveDrafter(random_heads(), calibration()).start([torch.tensor([5])] * 3, 10, [None] * 3)
@@ -290,6 +316,9 @@ def test_a_plan_survives_saving(tmp_path):
         ({"step_seconds": {1: {1: 1.0, 2: 0.0}}}, "positive times"),
         ({"step_seconds": {1: {1: 1.0}, 2: {1: 1.0, 2: 1.1}}}, "the same sizes for every batch"),
         ({"step_seconds": {1: {1: 1.0, 64: 3.0}}}, "has size 64"),
+        ({"text_seconds": {2: 1.0}}, "text_seconds must hold"),
+        ({"text_seconds": {1: 1.0, 2: -1.0}}, "text_seconds must hold"),
+        ({"text_seconds": {1: float("nan")}}, "text_seconds must hold"),
     ],
 )
 def test_an_impossible_plan_is_refused(changes, message):
@@ -365,7 +394,7 @@ def test_confidence_is_that_of_scaled_or_capped_logits(name):
     """A fresh head says what the backbone says, so its chances, and its temperature, are the backbone's own."""
     backbone = Backbone.wrap(make_shaping_model(name))
     heads = MedusaHeads.for_backbone(backbone, HeadsConfig(1, 1, 32, 64))
-    plan = Calibration(tuple((rank,) for rank in range(8)), (1.0,), {1: {1: 1.0, 9: 1.1}})
+    plan = Calibration(tuple((rank,) for rank in range(8)), (1.0,), {1: {1: 1.0, 9: 1.1}}, FREE)
     model, texts = MedusaModel(backbone, heads, Tree.chain(1), plan), torch.randint(0, 64, (40, 50))
     with torch.inference_mode():
         hidden, exact = backbone.hidden_states(texts), backbone.model(texts).logits.softmax(-1)

@@ -103,7 +103,8 @@ def test_a_step_time_is_the_median_step_of_a_round_after_one_that_warms_up(clock
     model = SimpleNamespace(
         backbone=SimpleNamespace(device=torch.device("cpu")), stream_batch=stream, medusa_drafter=lambda tree: tree
     )  # fmt: skip
-    cells = [(Tree.root_only(), 1), (Tree.chain(2), 3)]
-    found = measure_step_seconds(model, cells, torch.tensor([1, 2]), steps=3, rounds=2)
+    prompt = torch.tensor([1, 2])
+    cells = [(Tree.root_only(), [prompt]), (Tree.chain(2), [prompt] * 3)]
+    found = measure_step_seconds(model, cells, steps=3, rounds=2)
     assert asked == [(1, 2, 1, True), (3, 4, 1, False)] + [(1, 4, 3, True), (3, 10, 3, False)] * 2
     assert found == [[13.0, 14.0], [33.0, 34.0]]
